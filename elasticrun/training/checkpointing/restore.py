@@ -26,7 +26,7 @@ from elasticrun.snapshots.dcp.restoring import Cover, RestoreError, copy, copy_a
 from elasticrun.snapshots.shm.layout import Item, Layout
 from elasticrun.snapshots.shm.segment import SegmentError, Snapshot
 from elasticrun.training.checkpointing.agent_connection import AgentConnection
-from elasticrun.training.checkpointing.memory.devices import device_of
+from elasticrun.training.checkpointing.memory import devices
 from elasticrun.training.checkpointing.memory.mapped import MappedSegment
 from elasticrun.training.checkpointing.parts import Path, StateError
 from elasticrun.training.checkpointing.state import KnownLayout, TrainingState
@@ -64,6 +64,9 @@ def threads_for(nbytes: int) -> int:
 def copy_in(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy tensor by tensor; with several threads if all targets are in CPU memory. Raises what
     torch raises."""
+    if devices.device_of(targets) is not None:
+        devices.copy_in(targets, sources)
+        return
     here = all(target.is_cpu for target in targets)
     sizes = [target.nbytes for target in targets] if here else []
     count = threads_for(sum(sizes))
@@ -295,7 +298,7 @@ class MemoryRestore:
         sources = {move.source: self._shards[move.source] for move in cover.moves}
         for shard in sources.values():
             # this rank's own segment is used again, so page-locking it is no loss
-            device = device_of(tensors) if shard.rank == self._state.rank else None
+            device = devices.device_of(tensors) if shard.rank == self._state.rank else None
             shard.mapped.prefault(shard.snapshot.slot, device)
         shards = {rank: shard.tensors() for rank, shard in sources.items()}
         copy(cover.moves, shards, tensors, copy_in)

@@ -78,7 +78,8 @@ class PlayedDevice:
         self.main, self.events = Stream(self), list[Event]()
         self.is_at_once = self.is_broken = self.is_capturing = False
         self.locked: dict[int, int] = {}
-        self.refuses_locks = False
+        self.most_locks: int | None = None
+        self.copied_locked = 0
         self._current: Stream | None = None
 
     def on_device(self, tensor: torch.Tensor) -> bool:
@@ -113,7 +114,7 @@ class PlayedDevice:
     def cudaHostRegister(self, at: int, size: int, flags: int) -> int:
         assert flags == 1
         assert all(at + size <= other or other + n <= at for other, n in self.locked.items())
-        if self.refuses_locks:
+        if self.most_locks is not None and len(self.locked) >= self.most_locks:
             return 2
         self.locked[at] = size
         return 0
@@ -130,6 +131,9 @@ class PlayedDevice:
         sources: Sequence[torch.Tensor],
         non_blocking: bool = False,
     ) -> None:
+        for tensor in (*targets, *sources):
+            self._check_locks(tensor)
+
         def work() -> None:
             with torch.no_grad():
                 for target, source in zip(targets, sources, strict=True):
@@ -140,6 +144,16 @@ class PlayedDevice:
             self._current.queue.append(work)
         else:
             work()
+
+    def _check_locks(self, tensor: torch.Tensor) -> None:
+        """CUDA copies memory that was page-locked in one call, or not at all."""
+        begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        touched = [(at, at + n) for at, n in self.locked.items() if at < end and begin < at + n]
+        if touched and tensor.is_contiguous():
+            ((at, to),) = touched
+            assert at <= begin
+            assert end <= to
+            self.copied_locked += tensor.nbytes
 
 
 def in_range(at: int, line: str) -> bool:
@@ -159,9 +173,13 @@ def device(monkeypatch: pytest.MonkeyPatch) -> PlayedDevice:
 class Trained:
     """A training of a model with a buffer, and its snapshots."""
 
-    def __init__(self, agent: PlayedAgent, overlap: bool, width: int = 8) -> None:
+    def __init__(
+        self, agent: PlayedAgent, overlap: bool, width: int = 8, transposed: bool = False
+    ) -> None:
         torch.manual_seed(1)
         self.model = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(32))
+        if transposed:
+            self.model[0].weight = nn.Parameter(self.model[0].weight.detach().clone().T)
         self.model[1].running_mean = torch.zeros(32)
         self.optim = torch.optim.Adam(self.model[0].parameters(), lr=0.1)
         self.change()
@@ -203,7 +221,8 @@ class Trained:
     def restored(self, agent: PlayedAgent, step: int) -> list[torch.Tensor]:
         """What the next life restores."""
         agent.next_life(step, 1)
-        again = Trained(agent, overlap=False, width=self.model[0].in_features)
+        transposed = not self.model[0].weight.is_contiguous()
+        again = Trained(agent, False, self.model[0].in_features, transposed)
         for one in again.tensors():
             one.zero_()
         resume = agent.resume
@@ -368,12 +387,19 @@ def test_a_copy_that_is_waited_for(
     assert same(train.restored(agent, 1), before)
 
 
-@pytest.mark.parametrize("refused", [False, True])
-def test_slots_are_page_locked_until_they_are_unmapped(
-    agent: PlayedAgent, device: PlayedDevice, refused: bool
+@pytest.mark.parametrize("most", [None, 0, 3])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_slots_are_page_locked_in_pieces_until_they_are_unmapped(
+    agent: PlayedAgent,
+    device: PlayedDevice,
+    most: int | None,
+    transposed: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    device.is_at_once, device.refuses_locks = True, refused
-    train = Trained(agent, overlap=False, width=1200)
+    """Tensors of 5.8 MB and pieces of 1 MiB. The driver may refuse, from some piece on."""
+    monkeypatch.setattr(devices, "PIECE", 1 << 20)
+    device.is_at_once, device.most_locks = True, most
+    train = Trained(agent, False, 1200, transposed)
     before = train.copy()
     train.taker.prepare(wait=True)
     mapped = train.taker._mapped
@@ -382,14 +408,44 @@ def test_slots_are_page_locked_until_they_are_unmapped(
     for thread in threading.enumerate():
         if thread.name == "elasticrun-prefault":
             thread.join(60)
-    assert len(device.locked) == (0 if refused else 2)
-    assert refused or sum(device.locked.values()) == 2 * (mapped.segment.slot_bytes + PAGE)
+    whole = 2 * (mapped.segment.slot_bytes + PAGE)
+    if most is None:
+        assert sum(device.locked.values()) == whole
+    else:
+        assert len(device.locked) == most
+    assert max(device.locked.values(), default=0) <= 1 << 20
     train.take(1)
     train.taker.close()
+    size = sum(one.nbytes for one in before)
+    assert device.copied_locked == 0 if most == 0 else device.copied_locked > 1 << 20
+    assert most is not None or device.copied_locked > 0.9 * size
     del mapped, train.taker
     gc.collect()
     assert not device.locked  # `cudaHostUnregister` finds them mapped
-    device.refuses_locks = False
+    device.most_locks, device.copied_locked = None, 0
     assert same(train.restored(agent, 1), before)
+    if transposed:  # read from copies that are not page-locked
+        assert device.copied_locked < 0.1 * size
+    else:
+        assert device.copied_locked > 0.9 * size
     gc.collect()
     assert not device.locked
+
+
+def test_copies_of_any_type_are_cut_at_pieces(
+    device: PlayedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "PIECE", 64)
+    for dtype in (torch.uint8, torch.bfloat16, torch.float32, torch.complex128):
+        memory = torch.zeros(1024, dtype=torch.uint8)
+        begin = -memory.data_ptr() % 64 + 16
+        mapped = memory[begin : begin + 16 * 37].view(dtype)
+        other = torch.randn(mapped.numel()).to(dtype)
+        parts, others = devices.cut([mapped], [other])
+        assert [part.nbytes for part in parts] == [48, *[64] * 8, 32]
+        assert torch.equal(torch.cat(others), other)
+        for part, one in zip(parts, others, strict=True):
+            part.copy_(one)
+        assert torch.equal(mapped, other)
+    small = [torch.zeros(0), torch.ones(())]
+    assert [len(part) for part in devices.cut(small, small)] == [2, 2]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Final
 
 import torch
@@ -22,6 +23,12 @@ cuda: Any = torch.cuda  # untyped
 PORTABLE: Final = 1
 """cudaHostRegisterPortable: the memory counts as page-locked for every device."""
 
+PIECE: Final = 64 * 1024 * 1024
+"""Memory is page-locked between multiples of this address, one piece at a time: meanwhile the
+driver may keep the training thread from launching kernels."""
+
+Tensors = list[torch.Tensor]
+
 
 def device_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
     """The CUDA device of the first tensor on one; None if there is none."""
@@ -33,28 +40,60 @@ def is_on_device(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda
 
 
+def pieces(begin: int, end: int) -> list[tuple[int, int]]:
+    """The range between two addresses, in the pieces that are page-locked one by one."""
+    cuts = range(begin // PIECE * PIECE + PIECE, end, PIECE)
+    return list(pairwise([begin, *cuts, end]))
+
+
 class PageLocks:
-    """The page-locked ranges of one mapping. They must be released before it is unmapped."""
+    """The page-locked pieces of one mapping. They must be released before it is unmapped."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self._places: list[int] = []
+        self._places: set[int] = set()
 
-    def add(self, at: int, size: int, device: torch.device) -> None:
-        """Page-lock `size` bytes, unless that was done or is not possible: copies are then slower.
-        Blocks while the driver locks the pages. The range is locked as a whole, because CUDA does
-        not promise that one copy may cross two ranges. `device`: one that this process uses;
+    def add(self, begin: int, end: int, device: torch.device) -> bool:
+        """Page-lock a piece, unless that was done; False if it is not possible: copies are then
+        slower. Blocks while the driver locks the pages. `device`: one that this process uses;
         otherwise CUDA would create a context on another. Not for a thread that launches kernels:
         CUDA keeps an error for each thread, and its next launch would report it."""
-        if at not in self._places:
+        if begin not in self._places:
             with cuda.device(device):
-                if int(cuda.cudart().cudaHostRegister(at, size, PORTABLE)) == 0:
-                    self._places.append(at)
+                if int(cuda.cudart().cudaHostRegister(begin, end - begin, PORTABLE)) != 0:
+                    return False
+            self._places.add(begin)
+        return True
 
     def release(self) -> None:
-        """Release all ranges; a no-op in a forked child, which cannot use CUDA."""
+        """Release all pieces; a no-op in a forked child, which cannot use CUDA."""
         while self._places and os.getpid() == self._pid:
             cuda.cudart().cudaHostUnregister(self._places.pop())
+
+
+def cut(mapped: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> tuple[Tensors, Tensors]:
+    """The same pairs of tensors, cut where one in mapped memory crosses from one piece to another:
+    CUDA refuses a copy of memory that is page-locked in part, and promises nothing if it was locked
+    in several calls. A pair whose other tensor is not contiguous remains as it is."""
+    parts: tuple[Tensors, Tensors] = ([], [])
+    for one, other in zip(mapped, others, strict=True):
+        if not (is_cut(one) and other.is_contiguous()):
+            parts[0].append(one)
+            parts[1].append(other)
+            continue
+        begin = one.data_ptr()
+        ranges = pieces(begin, begin + one.nbytes)
+        sizes = [(to - at) // one.element_size() for at, to in ranges]
+        parts[0].extend(torch.split(one.detach().view(-1), sizes))
+        parts[1].extend(torch.split(other.detach().view(-1), sizes))
+    return parts
+
+
+def is_cut(mapped: torch.Tensor) -> bool:
+    """Whether a copy of this tensor would cross from one piece to another. One that is not
+    contiguous is copied by way of a copy."""
+    begin = mapped.data_ptr()
+    return begin // PIECE != (begin + mapped.nbytes - 1) // PIECE and mapped.is_contiguous()
 
 
 def copy_out(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -65,6 +104,16 @@ def copy_out(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
     copies = Copies()
     copies.start(targets, sources)
     copies.wait()
+
+
+def copy_in(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy from shared memory to devices; returns when all data has arrived."""
+    found = [
+        source if target.is_contiguous() or not is_cut(source) else source.clone()  # not locked
+        for target, source in zip(targets, sources, strict=True)
+    ]
+    parts, places = cut(found, targets)
+    copy_all(places, parts)
 
 
 @dataclass(slots=True)
@@ -90,7 +139,11 @@ class Copies:
             stream = cuda.Stream(device)
             stream.wait_stream(cuda.current_stream(device))
             with cuda.stream(stream):
-                copy_all([targets[i] for i in at], [sources[i] for i in at], non_blocking=True)
+                own, slot = [sources[i] for i in at], [targets[i] for i in at]
+                for i, (one, target) in enumerate(zip(own, slot, strict=True)):
+                    if not one.is_contiguous() and is_cut(target):
+                        own[i] = one.contiguous()
+                copy_all(*cut(slot, own), non_blocking=True)
                 event = cuda.Event(blocking=True)  # its waiter must not use a core
                 event.record(stream)
             self._events.append((device, event))

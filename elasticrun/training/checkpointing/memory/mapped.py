@@ -15,7 +15,7 @@ from elasticrun.snapshots.shm.layout import PAGE, Layout
 from elasticrun.snapshots.shm.memory import CHUNK, map_pages, map_shared
 from elasticrun.snapshots.shm.segment import Segment
 from elasticrun.snapshots.shm.throttle import Throttle
-from elasticrun.training.checkpointing.memory.devices import PageLocks
+from elasticrun.training.checkpointing.memory.devices import PageLocks, pieces
 
 
 class MappedSegment:
@@ -96,8 +96,9 @@ class MappedSegment:
         # page faults of other threads wait for one piece only
         for begin in throttle.spread(range(at, end, CHUNK)):
             map_pages(begin, min(end, begin + CHUNK))
-        if device is not None:
-            self._locks.add(at, end - at, device)
+        for piece in throttle.spread(pieces(at, end) if device is not None else ()):
+            if device is None or not self._locks.add(*piece, device):
+                break
 
     def is_mapped(self, *, wait: bool) -> bool:
         """Whether the pages of the next slot are mapped. `wait`: until they are."""
