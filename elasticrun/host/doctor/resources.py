@@ -11,7 +11,7 @@ import os
 import resource
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from elasticrun.host.doctor.verdict import GIB, MIB, amount, failed, ok, warning
 from elasticrun.wire.types import Finding
@@ -48,15 +48,38 @@ def examine_cores(
     return [ok(CORES, seen)]
 
 
-def cpu_quota(root: Path = Path("/")) -> float | None:
-    """The lowest CPU quota, in cores, of this process's cgroup (v2 or v1) and its ancestors; None:
-    no limit."""
+class CpuQuota(NamedTuple):
+    """A limit of CPU time, and the folder of the cgroup that has it."""
+
+    cores: float
+    folder: Path
+
+    def used(self) -> float | None:
+        """Seconds of CPU time that the processes of the cgroup have used; None if unknown."""
+        try:
+            words = (self.folder / "cpu.stat").read_text().split()
+            if "usage_usec" in words:  # v2
+                return int(words[words.index("usage_usec") + 1]) / 1e6
+            return int((self.folder / "cpuacct.usage").read_text()) / 1e9
+        except (OSError, ValueError, IndexError):
+            return None
+
+
+def lowest_quota(root: Path = Path("/")) -> CpuQuota | None:
+    """The lowest CPU quota of this process's cgroup (v2, v1) and its ancestors; None: no limit."""
     try:
         text = (root / "proc/self/cgroup").read_text()
     except OSError:
         return None
-    found = [quota for folder in _folders(text, root) if (quota := _quota(folder)) is not None]
-    return min(found, default=None)
+    found = ((_quota(folder), folder) for folder in _folders(text, root))
+    limits = [CpuQuota(cores, folder) for cores, folder in found if cores is not None]
+    return min(limits, default=None)
+
+
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """The lowest CPU quota, in cores; None: no limit."""
+    lowest = lowest_quota(root)
+    return None if lowest is None else lowest.cores
 
 
 def _folders(text: str, root: Path) -> Iterator[Path]:

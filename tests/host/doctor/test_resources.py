@@ -72,6 +72,29 @@ def test_quotas(tmp_path: Path, cgroup: str, files: dict[str, str], quota: float
     assert resources.cpu_quota(plant(tmp_path, cgroup, files)) == quota
 
 
+@pytest.mark.parametrize(
+    ("cgroup", "files", "used"),
+    [
+        (V2, {"job/cpu.max": "1 2\n", "job/cpu.stat": "usage_usec 2500000\nuser_usec 1\n"}, 2.5),
+        (V2, {"job/cpu.max": "1 2\n"}, None),
+        (
+            V1,
+            {
+                "cpu,cpuacct/cpu.cfs_quota_us": "1\n",
+                "cpu,cpuacct/cpu.cfs_period_us": "2\n",
+                "cpu,cpuacct/cpu.stat": "nr_periods 0\nnr_throttled 0\nthrottled_time 0\n",
+                "cpu,cpuacct/cpuacct.usage": "1500000000\n",
+            },
+            1.5,
+        ),
+    ],
+)
+def test_what_a_quota_was_used_for(tmp_path: Path, cgroup: str, files, used: float | None) -> None:
+    quota = resources.lowest_quota(plant(tmp_path, cgroup, files))
+    assert quota is not None
+    assert quota.used() == used
+
+
 def look(root: Path, ranks: int, host: int, **environ: str) -> Finding:
     (only,) = resources.examine_cores(ranks, environ, root, host)
     return only
