@@ -3,7 +3,8 @@
 A child process (`host/accelerators/watch_child.py`) reads drivers and sysfs, because their calls
 may block forever. It starts once the master has accepted this node, on machines with an NVIDIA
 driver or InfiniBand, and ends with this agent. If it ends or falls silent it is started again, a
-few times. Before ranks are started again, it also tells whose memory of GPUs is not free yet.
+few times. Before ranks are started again, it also tells whose memory of GPUs is not free yet: that
+of the ranks before, and of processes that these had started and that were seen on a GPU.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from elasticrun.agent.runtime import Tasks
-from elasticrun.core.health.devices import DeviceJudge, DeviceState, GpuProcesses
-from elasticrun.host.accelerators import nvidia
+from elasticrun.core.health.devices import DeviceJudge, DeviceState, GpuProcesses, Holder
+from elasticrun.host.accelerators import base, nvidia
 from elasticrun.host.log import NOTICE, logger
+from elasticrun.host.system.processes import read_process
 from elasticrun.host.system.sandbox import kill
 from elasticrun.wire import debugger
 
@@ -67,6 +69,7 @@ class DeviceWatch:
         self._tasks = Tasks(logger.warning)
         self._child: subprocess.Popen[bytes] | None = None  # one that watches GPUs
         self._asked: asyncio.Future[GpuProcesses] | None = None
+        self._ours: set[int] = set()  # descendants that hold memory of a GPU
 
     def start(self) -> None:
         """Start the child, if this machine has devices to watch."""
@@ -81,12 +84,12 @@ class DeviceWatch:
         self._tasks.close()
 
     async def wait_until_free(self, exited: Collection[int]) -> None:
-        """Wait until none of these processes of ours, which have exited, holds memory of a GPU: the
-        driver releases it later, and ranks started before may run out of it. Returns after
-        FREE_LIMIT, and at once if it is unknown."""
+        """Wait until none of these processes of ours, which have exited, holds memory of a GPU, nor
+        one that they had started: the driver releases it later, and ranks started before may run
+        out of it. Returns after FREE_LIMIT, and at once if it is unknown."""
         loop = asyncio.get_running_loop()
         end, is_told = loop.time() + FREE_LIMIT, False
-        while held := (await self._processes()).held_by(exited):
+        while held := (await self._processes()).held_by({*exited, *self._ours_exited()}):
             left = end - loop.time()
             if left <= 0:
                 logger.warning(
@@ -103,7 +106,7 @@ class DeviceWatch:
 
     async def _processes(self) -> GpuProcesses:
         """The processes that hold memory of GPUs, as far as that is known now."""
-        unknown = GpuProcesses(())
+        unknown = GpuProcesses()
         if self._child is None or self._child.stdin is None:
             return unknown
         if self._asked is None or self._asked.done():
@@ -116,6 +119,11 @@ class DeviceWatch:
             return await asyncio.wait_for(asyncio.shield(self._asked), ANSWER_LIMIT)
         except TimeoutError:
             return unknown
+
+    def _ours_exited(self) -> list[int]:
+        """Descendants of ours that hold memory although they have exited."""
+        found = {pid: read_process(pid) for pid in self._ours}
+        return [pid for pid, process in found.items() if process is None or process.has_ended]
 
     async def _watch(self, gpus: bool) -> None:
         why = await self._run_child(gpus)
@@ -136,7 +144,7 @@ class DeviceWatch:
             return await self._read(process)
         finally:
             self._child = None
-            self._answer(GpuProcesses(()))
+            self._answer(GpuProcesses())
             if process.returncode is None:
                 kill(process.pid)
             self._node.reaper.spared.discard(process.pid)
@@ -182,12 +190,20 @@ class DeviceWatch:
 
     def _heard(self, said: dict[str, object]) -> None:
         """Process a line of the child. Raises MsgspecError."""
-        if "processes" in said:
-            self._answer(msgspec.convert(said, GpuProcesses))
+        if "gpus" in said:
+            state = msgspec.convert(said, DeviceState)
+            self._note_ours(state.processes)
+            self._judge_state(state)
         else:
-            self._judge_state(msgspec.convert(said, DeviceState))
+            self._answer(msgspec.convert(said, GpuProcesses))
+
+    def _note_ours(self, found: Collection[Holder]) -> None:
+        """Note which of these processes are ours, which is known only while they live."""
+        pids = {pid for _, pid, _ in found}
+        self._ours = pids & self._ours | {pid for pid in pids if base.descends_from_us(pid)}
 
     def _answer(self, found: GpuProcesses) -> None:
+        self._note_ours(found.processes)
         if self._asked is not None and not self._asked.done():
             self._asked.set_result(found)
 

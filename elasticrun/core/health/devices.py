@@ -91,17 +91,22 @@ class NicState(Struct, frozen=True):
     errors: dict[str, int] = {}  # by counter: increase since the start
 
 
+Holder = tuple[int, int, int | None]
+"""A process that holds memory of a GPU: index of the GPU, pid, bytes (None: unknown)."""
+
+
 class DeviceState(Struct, frozen=True):
-    """All devices of a node."""
+    """All devices of a node, and who uses them."""
 
     gpus: tuple[GpuState, ...] = ()
     nics: tuple[NicState, ...] = ()
+    processes: tuple[Holder, ...] = ()
 
 
 class GpuProcesses(Struct, frozen=True):
-    """The processes that hold memory of GPUs: index of the GPU, pid, bytes (None: unknown)."""
+    """The processes that hold memory of GPUs."""
 
-    processes: tuple[tuple[int, int, int | None], ...]
+    processes: tuple[Holder, ...] = ()
 
     def held_by(self, pids: Collection[int]) -> str:
         """Which of these processes hold memory, as a clause; "" if none does."""

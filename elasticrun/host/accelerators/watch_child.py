@@ -9,12 +9,12 @@ Prints a state every POLL seconds, and at once after an event of a GPU:
            "ecc": whether there were uncorrected memory errors, "slowed": [reasons],
            "recovery": what its driver asks for, "links": NVLinks that were up at the start,
            "down": how many of these are down}],
- "nics": [{"name", "up", "errors": {counter: increase since the start}}]}
+ "nics": [{"name", "up", "errors": {counter: increase since the start}}],
+ "processes": [[GPU, pid, bytes or null], ...]}
 
 Counters and links are compared with their values at the start. A line `processes` on standard input
-is answered with {"processes": [[GPU, pid, bytes or null], ...]}. When standard input ends, or the
-thread that started this process, this process ends. SYS is where sysfs is mounted. Without --gpus
-no driver is used.
+is answered with {"processes": as above}. When standard input ends, or the thread that started this
+process, this process ends. SYS is where sysfs is mounted. Without --gpus no driver is used.
 """
 
 from __future__ import annotations
@@ -208,6 +208,10 @@ def say(what: dict[str, Any]) -> None:
     print(json.dumps(what), flush=True)
 
 
+def processes(gpus: Gpus | None) -> dict[str, Any]:
+    return {"processes": [] if gpus is None else gpus.processes()}
+
+
 def watch(poll: float, nics: Nics, gpus: Gpus | None) -> None:
     """Print states and answers until standard input ends."""
     fds = [0] if gpus is None else [0, gpus.events.fd]
@@ -221,12 +225,13 @@ def watch(poll: float, nics: Nics, gpus: Gpus | None) -> None:
                 return
             *lines, asked = (asked + piece).split(b"\n")
             for _ in lines:
-                say({"processes": [] if gpus is None else gpus.processes()})
+                say(processes(gpus))
         if gpus is not None and gpus.events.fd in ready:
             os.read(gpus.events.fd, 4096)
             due = 0.0
         if due <= time.monotonic():
-            say({"gpus": [] if gpus is None else gpus.state(), "nics": nics.state()})
+            state = [] if gpus is None else gpus.state()
+            say({"gpus": state, "nics": nics.state(), **processes(gpus)})
             due = time.monotonic() + poll
 
 

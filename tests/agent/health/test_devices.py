@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import os
+import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import IO
@@ -150,6 +151,35 @@ async def test_ranks_wait_for_the_memory_of_those_before(
         await asyncio.wait_for(waiting, LIMIT)
     assert "4712" not in caplog.text
     assert "although" not in caplog.text
+
+
+def engine_of_a_rank() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+
+
+async def test_ranks_wait_for_processes_that_others_had_started(
+    node: IO[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that has exited since it was seen on a GPU; while it lives it is not waited for."""
+    with engine_of_a_rank() as engine:
+        gpus_with(tmp_path, [engine.pid, 2**31])
+        async with watching(tmp_path) as (mine, link):
+            tell(node, "1 94")
+            await link.until(lambda: link.reports)
+            await asyncio.wait_for(mine.wait_until_free({5000}), LIMIT)
+            assert "waiting up to" not in caplog.text
+            engine.kill()
+            engine.wait()
+            wakes = Wakes(link)
+            logging.getLogger("elasticrun").addHandler(wakes)
+            with caplog.at_level(logging.INFO, "elasticrun"):
+                waiting = asyncio.create_task(mine.wait_until_free({5000}))
+                held = f"process {engine.pid} holds 2 GiB of GPU 1"
+                await link.until(lambda: held in caplog.text)
+            logging.getLogger("elasticrun").removeHandler(wakes)
+            assert not waiting.done()
+            gpus_with(tmp_path)
+            await asyncio.wait_for(waiting, LIMIT)
 
 
 async def test_they_wait_for_a_limited_time(

@@ -87,9 +87,10 @@ WELL = {"index": 0, "uuid": "GPU-00", "xids": [], "ecc": False, "recovery": 0, "
 
 
 def test_a_node_that_is_well(tmp_path: Path) -> None:
-    with watched(tmp_path, gpu(0)) as node:
+    with watched(tmp_path, gpu(0, held=[[4711, 2**30]])) as node:
         state = node.until(lambda found: found)
-    assert state == {"gpus": [{**WELL, "links": 18, "down": 0}], "nics": []}
+    well = {**WELL, "links": 18, "down": 0}
+    assert state == {"gpus": [well], "nics": [], "processes": [[0, 4711, 2**30]]}
 
 
 def test_xids_are_told_at_once(tmp_path: Path) -> None:
@@ -134,7 +135,7 @@ def test_a_gpu_that_knows_little(tmp_path: Path) -> None:
 def test_processes_are_listed_when_asked(tmp_path: Path) -> None:
     with watched(tmp_path, gpu(0, held=[[4711, 2**30]]), gpu(1, held=[[4712, None]])) as node:
         node.write("processes\n")
-        found = node.until(lambda found: "processes" in found)
+        found = node.until(lambda found: "gpus" not in found)
     assert found == {"processes": [[0, 4711, 2**30], [1, 4712, None]]}
 
 
@@ -163,6 +164,7 @@ def test_network_ports(tmp_path: Path) -> None:
                 {"name": "mlx5_0 port 1", "up": True, "errors": {}},
                 {"name": "eth0", "up": True, "errors": {}},
             ],
+            "processes": [],
         }
         (ib / "counters/link_downed").write_text("5\n")
         (nets / "eth0/operstate").write_text("down\n")
