@@ -97,8 +97,10 @@ def test_a_failed_job_leaves_all_of_it(place: Path) -> None:
     ]  # fmt: skip
     text = (place / "r" / "error.txt").read_text()
     assert text.startswith("rank 0 failed (ValueError: bad luck)\n")
-    for line in ("ended with: exit code 1", "verdict:    script", "    ValueError: bad luck"):
+    facts = ("ended with: exit code 1", "last step:  3", "verdict:    script")
+    for line in (*facts, "    ValueError: bad luck"):
         assert f"\n{line}\n" in text, text
+    assert [row["step"] for row in json.loads(_run("list", "-o", "json").stdout)] == [3]
     events = [json.loads(line) for line in (place / "r" / "events.jsonl").open()]
     assert events[-1]["text"].startswith("the job is over: ")
     assert events[-1]["level"] == "error"

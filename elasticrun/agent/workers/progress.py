@@ -328,6 +328,8 @@ class Progress:
             return
         if isinstance(message, RankRows):
             if self._start is not None and self._start.first_rank + message.local_rank == 0:
+                # a rank that dies has sent its last row, but perhaps not its last RankSteps
+                self.newest = max(self.newest, *(step for step, *_ in message.rows), -1)
                 self._metrics.add(message)
             return
         if isinstance(message, RankNotFinite):

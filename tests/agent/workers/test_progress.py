@@ -258,6 +258,7 @@ async def test_what_rank_0_says_of_its_steps_goes_to_the_master(two: Ear) -> Non
     assert [row.values for row in first.rows[:2]] == [("0.25", "nan"), ("0.25", "")]
     assert first.rows[0].age == pytest.approx(5.0, abs=4.0)
     assert [(row.step, row.values) for row in last.rows] == [(99, ("inf",))]
+    assert two.progress.newest == 99, "a step that perhaps no other datagram has"
     two.busy = False
     names = tuple(f"{number:064}" for number in range(32))
     await two.tell(RankRows(0, names, ((2**62, at, ("9" * 24,) * 32),) * 64))
