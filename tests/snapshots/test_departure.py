@@ -100,13 +100,18 @@ def test_one_node_leaves_and_all_have_the_same_state(training: Training) -> None
 
 @further("slurm/test_batch::test_a_requeued_job_goes_on_where_it_was")
 def test_the_only_node_leaves(training: Training) -> None:
-    begin(training)
+    """As on Ctrl-C: the end is no incident."""
+    run = training.out.parent / "run"
+    begin(training, options=[LONG, f"--run-dir={run}"])
     training.job.signal(0, signal.SIGTERM)
     step = saves(training)
     training.finish(EXIT_SAVED)
     assert training.checkpoints() == [step]
     said = training.job.output(0)
     assert re.search(rf"ended by SIGTERM \(15\).*step {step} is saved in ", said)
+    assert "incident" not in said
+    assert (run / "result.json").exists()
+    assert not [path for name in ("error.txt", "incidents/*") for path in run.glob(name)]
 
 
 @further("slurm/test_batch::test_a_requeued_job_goes_on_where_it_was")

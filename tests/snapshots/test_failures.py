@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from elasticrun.training.checkpointing.checkpointer import PERSIST_LIMIT
 from tests.further import further
 from tests.snapshots.conftest import (
     NOTICED,
@@ -277,6 +278,30 @@ def test_shared_memory_that_is_too_small(training: Training) -> None:
     training.finish()
     assert len(ends(training.out, 0)) == 1
     assert training.said(re.escape("/proc"))
+
+
+@further(
+    "agent/snapshots/test_snapshots::test_a_step_that_one_rank_could_not_save_is_told_without_it",
+    "core/scripts/snapshots_a_rank_cannot_save.txt",
+)
+@pytest.mark.parametrize(("mode", "code", "written"), [("ddp", 0, 12), ("fsdp2", 1, 4)])
+def test_one_rank_cannot_save(training: Training, mode: str, code: int, written: int) -> None:
+    """From step 6 on. No other waits for it; where the others hold the same state the step counts,
+    else the job ends as one whose last checkpoint is missing, for that reason."""
+    words = ("--cannot", "1:6", "--every", "2", "--persist-every", "4", "--busy", "skip")
+    training.start(*words, mode=mode, gated=True)
+    training.comes_to(4)
+    for step in range(4, written + 1, 4):
+        training.open_gate(step)
+        training.until(lambda step=step: step in training.checkpoints(), f"checkpoint {step}")
+    training.open_gate()
+    training.finish(code)
+    assert training.checkpoints()[-1] == written
+    assert training.said("rank 1 could not save step 6: no memory for the state")
+    missing = "step 12 was not written to storage: rank 1 could not save it: no memory for"
+    assert training.said(missing) is (code != 0)
+    stalls = [told(training.out, rank)[-1]["stall"] for rank in range(2)]
+    assert max(stalls) < PERSIST_LIMIT, "nobody has waited for a slot until the limit"
 
 
 # ---------------------------------------------------------------- training that is taken back

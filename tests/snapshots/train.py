@@ -4,7 +4,7 @@ same bits as one that was never killed.
     train.py --mode ddp|fsdp2|late|counter --steps N --out FOLDER --ckpt FOLDER
              [--every N] [--persist-every N] [--die RANK:STEP:HOW]... [--poison STEP]
              [--early LIVES] [--gate FILE] [--print-at STEP]... [--timeout SECONDS] [--busy skip]
-             [--lingers RANK] [--pause SECONDS]
+             [--lingers RANK] [--pause SECONDS] [--cannot RANK:STEP]
 
 Each rank appends a line of JSON to OUT/rank-R.jsonl at its start (what it resumed from) and at its
 end (a hash of the whole weights and optimizer state). `--die 1:5:kill` ends rank 1, once, when all
@@ -16,7 +16,8 @@ FILE` the ranks wait before the first step of all and after each step until the 
 above that of the step (0 before the first). `--print-at 7` has the hash of the state written in
 step 7 (`at`; `skipped`: the snapshots that were left out so far), and when a life goes on from
 there (`again`). A rank that lingers does not end by SIGTERM. A training without an end has a pause
-after each step, or it would take the cores from those who test it.
+after each step, or it would take the cores from those who test it. With `--cannot 1:6` rank 1 has
+no state to save from step 6 on; the line at the end has each rank's longest `step()` (`stall`).
 
 In mode `late` each rank has all of the data, and a layer that is idle up to step LATE: its part of
 the optimizer's state comes into being then, and the layout of the state changes.
@@ -55,6 +56,21 @@ class Place:
     """A class that only this script knows, in the state: nobody else may have to import it."""
 
     seen: int = 0
+
+
+class Unsaved:
+    """State that is there until a step; then the rank has no memory for it."""
+
+    def __init__(self, until: int) -> None:
+        self.until, self.step = until, 0
+
+    def state_dict(self) -> dict[str, int]:
+        if self.step >= self.until:
+            raise MemoryError("no memory for the state")
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step = state["step"]
 
 
 class Idle(nn.Module):
@@ -177,6 +193,7 @@ def main() -> None:
     options.add_argument("--busy", default="wait")
     options.add_argument("--lingers", type=int)
     options.add_argument("--pause", type=float, default=0.0)
+    options.add_argument("--cannot")
     args = options.parse_args()
     torch.set_num_threads(1)
     life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -189,11 +206,14 @@ def main() -> None:
     model, optimizer = build(args.mode, args.width)
     progress: dict[str, Any] = {"seen": 0, "place": Place()}
     torch.serialization.add_safe_globals([Place])
+    unable, first = map(int, (args.cannot or "-1:0").split(":"))
+    unsaved = Unsaved(first if rank == unable else args.steps + 1)
     checkpointer = Checkpointer(
         args.ckpt,
         model=model,
         **({} if optimizer is None else {"optim": optimizer}),
         progress=progress,
+        **({} if args.cannot is None else {"unsaved": unsaved}),
         every_steps=args.every,
         on_busy=args.busy,
         persist_every_steps=args.persist_every,
@@ -207,6 +227,7 @@ def main() -> None:
         tell(args.out, rank, again=fingerprint(model, optimizer))
     if start == 0:
         wait_for(args.gate, 0)
+    stall = 0.0
     for step in range(start, args.steps):
         if start == args.poison and step == start + 1:
             dist.barrier()  # all have done the step before
@@ -215,7 +236,9 @@ def main() -> None:
         train_step(model, optimizer, step, rank, world)
         progress["seen"] += 12
         progress["place"].seen += 12
+        unsaved.step, began = step + 1, time.monotonic()
         checkpointer.step(step + 1)
+        stall = max(stall, time.monotonic() - began)
         tell_step(step + 1)
         if step + 1 in args.print_at:
             skipped = checkpointer.stats.skipped
@@ -232,7 +255,8 @@ def main() -> None:
         wait_for(args.gate, step + 1)
         time.sleep(args.pause)
     dist.barrier()
-    tell(args.out, rank, end=fingerprint(model, optimizer), stats=str(checkpointer.stats))
+    stats = str(checkpointer.stats)
+    tell(args.out, rank, end=fingerprint(model, optimizer), stats=stats, stall=stall)
     checkpointer.close()
     del model, optimizer  # a DDP object that lives at exit can abort the process
     dist.destroy_process_group()
