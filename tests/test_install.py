@@ -56,13 +56,14 @@ def test_each_fallback_says_so_and_installs(tmp_path: Path) -> None:
     assert "using pip" in done.stderr
 
     uv = python.with_name("uv")  # there, but it fails: as behind a proxy that it does not trust
-    uv.write_text('#!/bin/sh\necho "no route: $*" >&2\nexit 2\n')
+    certificates = "$UV_SYSTEM_CERTS $UV_NATIVE_TLS"  # of the system; uv has changed the name
+    uv.write_text(f'#!/bin/sh\necho "{certificates}, no route: $*" >&2\nexit 2\n')
     uv.chmod(0o755)
     _wheel(wheels, "uv", "1.0")  # so that pip finds it installed or installs it
     _wheel(wheels, "torchless", "1.0")
     done = _install(python, wheels, "torchless==1.0")
     assert done.returncode == 0, done.stderr
-    assert "no route: pip install" in done.stderr
+    assert "true true, no route: pip install" in done.stderr
     assert "uv failed (see above); using pip" in done.stderr
 
     done = _install(python, wheels, "torch==99.0")

@@ -19,12 +19,12 @@ from elasticrun.agent import shutdown
 from elasticrun.agent.logs.output import RankOutput
 from elasticrun.agent.shutdown import ShutdownSteps, child_failed, format_failures
 from elasticrun.agent.workers.exits import describe
-from elasticrun.config import EXIT_FAILED, EXIT_SAVED, LogPlan
+from elasticrun.config import EXIT_FAILED, EXIT_FINAL, EXIT_SAVED, LogPlan, MasterPlan
 from elasticrun.core.events import Exit
 from elasticrun.host.log import NOTICE
 from elasticrun.master.main import _attempt
 from elasticrun.wire.messages import Failure, FailureKind
-from tests.agent.configs import node_context
+from tests.agent.configs import launched, node_context
 
 
 async def test_a_step_that_fails_or_is_late_is_told_and_the_next_is_done(caplog) -> None:
@@ -226,3 +226,30 @@ async def test_an_end_that_has_saved_is_no_error(code: int, level: int, monkeypa
     outcome = Exit(code, "received SIGINT", (), 2, 7)
     await shutdown.print_outcome(node, outcome, 1.0, ran=True)
     assert said == [(shutdown.outcome_sentence(outcome), level)]
+
+
+@pytest.mark.parametrize(
+    ("most", "by_user", "code", "told"),
+    [
+        (0, False, EXIT_FAILED, True),
+        (0, True, EXIT_FAILED, False),
+        (3, False, EXIT_FAILED, False),
+        (0, False, EXIT_FINAL, False),
+    ],
+)
+async def test_a_job_without_restarts_says_that_it_is_the_default(
+    most: int, by_user: bool, code: int, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In its last line, with the flag that changes it; not where the user has chosen."""
+    plan = MasterPlan(sources={"max_restarts": "--max-restarts"} if by_user else {})
+    written: list[str] = []
+    node = node_context(
+        launched({"max_restarts": most}, master=plan),
+        writer=SimpleNamespace(flush=lambda limit: True, write=written.append),
+    )
+    outcome = Exit(code, "rank 0: boom; no restarts left", (failure(0),), 0)
+    await shutdown.print_outcome(node, outcome, 1.0, ran=True)
+    last = "0 is the default, as under torchrun; --max-restarts=3 allows 3 restarts"
+    assert (caplog.messages[-1] == last) is told
+    assert caplog.text.count("is the default") == int(told)
+    assert "Root Cause" in written[0]

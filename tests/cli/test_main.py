@@ -150,6 +150,7 @@ def test_completion_without_shtab(tmp_path: Path) -> None:
         (["--warm", "nosuch.py"], 2, ")\n"),
         (["--num_processes=2", "t.py"], 2, "did you mean --nproc-per-node?"),
         (["-np", "2", "t.py"], 2, "did you mean --nproc-per-node?"),
+        (["--nprocs=2", "t.py"], 2, "did you mean --nproc-per-node?"),
         (["--nproc", "2", "t.py"], 2, "--nproc is ambiguous; did you mean --nproc-per-node?"),
         (["--nproc=2", "t.py"], 2, "--nproc is ambiguous; did you mean --nproc-per-node?"),
         (["--rdzv", "2", "t.py"], 2, "--rdzv may mean --rdzv-backend, --rdzv-endpoint, "),

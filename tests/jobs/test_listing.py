@@ -256,6 +256,19 @@ def test_a_name_of_several_jobs_changes_none_of_them(
     assert [run.job() is not None for run in runs] == [True, False]
 
 
+def test_a_job_that_was_started_by_hand_is_resumed_by_its_own_command(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = _run(root, "train", 1, RunResult(state="saved", exit_code=99, ended=1.0))
+    job = run.job()
+    assert job is not None
+    run.write_job(structs.replace(job, workdir="/my code", command=("elasticrun", "a b.py")))
+    assert main(["resume", "train"]) == 1
+    said = capsys.readouterr().err
+    assert "job train was not started by `elasticrun submit`" in said
+    assert said.endswith("repeat its command: cd '/my code' && elasticrun 'a b.py'\n")
+
+
 def test_prune(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _several(root)
     running = _run(root, "running", 5)

@@ -132,6 +132,9 @@ def test_a_job_from_submit_to_delete(person: Person) -> None:
     until_file(out / "rank-1.jsonl", lambda text: '"start"' in text)
     person.until("tr", state="running", nodes=2)
     assert "2 ranks on 2 nodes" in person.types("status", "t")
+    page = json.loads(person.types("status", "tr", "-o", "json"))["master"]
+    assert {node["node"]: node["group_rank"] for node in page["nodes"]} == {"node0": 0, "node1": 1}
+    assert page["max_restarts"] == 3  # nobody watches it
     (host,) = json.loads(person.types("top", "nodes", "-o", "json"))
     assert (host["jobs"], host["ranks"]) == (["tr"], 2)
     code, why = person.hears("submit", "--name", "tr", "--", str(TRAIN))

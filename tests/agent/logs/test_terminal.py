@@ -112,3 +112,20 @@ def test_unfolded_to_the_byte(world: World, ends: tuple[int, int], flag: str) ->
         shown = [line for line in lines if line.startswith(before)]
         assert shown == [before + line for line in written], text
     assert len(lines) == sum(map(len, expected.values()))
+
+
+@pytest.mark.parametrize("ends", ["terminal"], indirect=True)
+def test_one_error_of_all_ranks_is_told_once(world: World, ends: tuple[int, int]) -> None:
+    """By the ranks, in the summary, and in the sentence with which the job ends."""
+    reader, writer = ends
+    script = world.scratch / "train.py"
+    script.write_text("import nowhere\n")
+    words = ("--nproc-per-node=2", "--tee=3", "--log-dir=logs", str(script))
+    world.launch(ELASTICRUN, *words, stdout=writer, stderr=writer)
+    os.close(writer)
+    text = Seen(reader).until(lambda _: False)
+    assert world.jobs[0].wait() == 1
+    assert text.count("No module named 'nowhere'") == 3, text
+    assert text.count("Traceback (most recent call last)") == 2, text
+    assert re.search(r"(?m)^\[[01]\] the same traceback as rank [01]$", text), text
+    assert re.search(r"(?m)^  rank [01]: same exception as the root cause$", text), text

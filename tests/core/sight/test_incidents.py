@@ -146,6 +146,18 @@ def test_a_job_whose_nodes_were_told_to_leave_has_no_incident() -> None:
     assert not [one for one in master.job.picture().incidents if one.cause not in ("preempted",)]
 
 
+def test_the_only_node_of_a_job_that_is_told_to_leave_is_no_incident() -> None:
+    """As on Ctrl-C, with a Checkpointer or without."""
+    master = Master(replace(SPEC, min_nodes=1, max_nodes=1))
+    master.feed(fx.Attached(1, hello("a")))
+    master.hear(1, m.Join(Endpoint("10.0.0.1", 4000)))
+    (start,) = master.orders(1)
+    assert isinstance(start, m.Start)
+    master.hear(1, m.Running(start.round, (11, 12)), m.Leaving("received SIGINT", 2))
+    assert master.job.status().outcome == "all nodes were ordered to leave"
+    assert not master.job.picture().incidents
+
+
 def test_a_hang_counts_from_the_last_move_and_keeps_the_stacks() -> None:
     master = Master()
     name = master.running()

@@ -40,6 +40,7 @@ def test_a_job_begins() -> None:
     kinds = [o.body["kind"] for o in todo.orders if isinstance(o, plan.CreateObject)]
     assert kinds == ["Service", "Pod", "Pod", "Pod", "Pod"], "the master first"
     assert world.env("tr-1-0")["ELASTICRUN_NNODES"] == "1:2"
+    assert world.env("tr-1-0")["ELASTICRUN_MAX_RESTARTS"] == "3"
     assert world.env("tr-1-0")["ELASTICRUN_RDZV_ENDPOINT"] == "tr-master.tr:29400"
     assert (world.status.phase, world.status.nodes) == ("Pending", "0/2")
     world.run()

@@ -106,6 +106,7 @@ torch.manual_seed(12)
 import torch.utils.data.distributed
 
 torch.save({}, os.devnull)
+torch.get_default_device()
 witness.generators("late", "random", "numpy", "torch", "torch seed")
 model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
 for _ in range(5):
