@@ -184,8 +184,10 @@ class Ledger:
         return snap is not None and snap.ranks + lacking >= self.world_size
 
     def save_failed(self, step: int, rank: int, reason: str) -> None:
-        """A rank of this round could not save a step that others may still save."""
-        if not self._is_open(step) or rank >= self.world_size or rank in self.failed.get(step, ()):
+        """A rank of this round could not save a step that others may still save, or could not
+        either."""
+        is_known = self._is_open(step) or step in self.failed
+        if not is_known or rank >= self.world_size or rank in self.failed.get(step, ()):
             return
         self.failed.setdefault(step, {})[rank] = reason
         while len(self.failed) > MAX_FAILED_STEPS:

@@ -78,6 +78,7 @@ class FailedSaves:
         self._outbox = outbox
         self._known: set[tuple[int, str]] = set()  # ranks and reasons
         self._open: dict[tuple[int, str], _FailedSave] = {}  # by step and reason
+        self._closed: dict[tuple[int, str], _FailedSave] = {}  # the newest ones
 
     def add(self, step: int, rank: int, node: str, reason: str) -> None:
         """A rank, on this node, could not save the step."""
@@ -87,9 +88,14 @@ class FailedSaves:
     def give_up(self, step: int) -> bool:
         """The checkpoint of this step is given up; whether a line about its ranks will say so."""
         found = [one for (other, _), one in self._open.items() if other == step]
+        late = {key: one for key, one in self._closed.items() if key[0] == step}
         for one in found:
             one.is_lost = True
-        return bool(found)
+        for key, one in late.items():
+            if not one.is_lost:
+                one.is_lost = True
+                self._outbox.log(_sentence(*key, one), "error")
+        return bool(found or late)
 
     def proceed(self, now: float, world_size: int) -> None:
         """Log what no further rank can join, or has waited long enough."""
@@ -111,19 +117,26 @@ class FailedSaves:
         """A round begins."""
         self.flush()
         self._known.clear()
+        self._closed.clear()
 
     def _log(self, step: int, reason: str) -> None:
-        one = self._open.pop((step, reason))
+        one = self._closed[step, reason] = self._open.pop((step, reason))
+        while len(self._closed) > MAX_OPEN:
+            del self._closed[next(iter(self._closed))]
         new = {(rank, reason) for rank in one.nodes} - self._known
         if len(self._known) + len(new) <= MAX_KNOWN:
             self._known |= new
         elif not one.is_lost:
             return
-        where = list(dict.fromkeys(one.nodes.values()))
-        why = f"{reason} (node{'s' * (len(where) > 1)} {names(where)})"
-        who = rank_names(one.nodes)
-        if one.is_lost:
-            lost = f"the checkpoint of step {step} is not written"
-            self._outbox.log(f"{lost}: {who} could not save it: {why}", "error")
-        elif new:
-            self._outbox.log(f"{who} could not save step {step}: {why}", "warning")
+        if one.is_lost or new:
+            level = "error" if one.is_lost else "warning"
+            self._outbox.log(_sentence(step, reason, one), level)
+
+
+def _sentence(step: int, reason: str, one: _FailedSave) -> str:
+    where = list(dict.fromkeys(one.nodes.values()))
+    why = f"{reason} (node{'s' * (len(where) > 1)} {names(where)})"
+    who = rank_names(one.nodes)
+    if one.is_lost:
+        return f"the checkpoint of step {step} is not written: {who} could not save it: {why}"
+    return f"{who} could not save step {step}: {why}"

@@ -57,4 +57,13 @@ def test_a_lost_checkpoint_is_always_reported() -> None:
         failed.proceed(float(step), 2)
         why = "ranks 0-1 could not save it: no space (node n0)"
         assert lines(outbox) == [(f"the checkpoint of step {step} is not written: {why}", "error")]
-    assert not failed.give_up(20), "the caller says it"
+    assert failed.give_up(20), "it was said"
+    assert not failed.give_up(30), "the caller says it"
+    for rank in range(2):
+        failed.add(40, rank, "n0", "no space")
+    failed.proceed(40.0, 2)
+    assert lines(outbox) == [], "the reason is known"
+    for _ in range(2):
+        assert failed.give_up(40), "a node wants it, and says so late"
+    (line,) = lines(outbox)
+    assert line == (f"the checkpoint of step 40 is not written: {why}", "error")
