@@ -118,7 +118,7 @@ def mark_continued(root: Path, run: RunFolder, step: int) -> None:
     program and working directory that had ended before, with a saved step that is not above `step`,
     the first that `run` has reported. Raises OSError."""
     job = run.job()
-    if job is None or not job.program:
+    if job is None or not job.program or job.attempt > 1:  # a later start continues its own
         return
     for folder in all_runs(root):
         other, result = folder.job(), folder.result()

@@ -50,6 +50,7 @@ class Outward:
         self._sent_state = (0, False)  # the newest incident, and whether it was over
         self._files = RunFiles(partial(open_fresh, config, hosted), config.log_dir, logs=hosted)
         self._run: OpenRun | None = None  # the run folder that the user named
+        self._is_first_step = False  # the next step is the job's first one
         self._result: RunResult | None = None  # for the last-words file
 
     async def open(self, *, is_successor: bool) -> str:
@@ -59,6 +60,7 @@ class Outward:
         `is_successor`: an earlier master of this job used the folder, so ranks may be running. Then
         nothing is refused; an unusable folder is retried at each write."""
         config, folder = self._config, self._config.launch.run.folder
+        self._is_first_step = not is_successor
         if not folder:
             return ""
         if is_successor:
@@ -129,6 +131,9 @@ class Outward:
         """Write that training has reached this step in round `number`, if rank 0 reports no
         metrics."""
         self._files.stepped(number, step)
+        if self._is_first_step:
+            self._is_first_step = False
+            self._files.began(step)
 
     def filed(self, row: IncidentRow) -> None:
         """Write an incident that has started, changed, or is over; send it when it starts and when

@@ -61,7 +61,7 @@ class RunFiles:
         self._held: ProgressRow | None = None  # dropped if rank 0's metrics follow
         self._metrics_round = -1  # the last round in which rank 0 reported metrics
         self._has_warned_of_drops = self._has_warned_of_columns = False
-        self._has_failed = self._has_stepped = False
+        self._has_failed = False
         self._closed = False
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_QUEUED)
         self._thread: threading.Thread | None = None
@@ -96,14 +96,14 @@ class RunFiles:
 
     def stepped(self, number: int, step: int) -> None:
         """Training has reached this step in round `number`: written as a row at the next step,
-        unless rank 0 reports metrics in this round. The first step shows which runs this one
-        continues."""
-        if not self._has_stepped:
-            self._has_stepped = True
-            self._enqueue(partial(self._mark_continued, step))
+        unless rank 0 reports metrics in this round."""
         if number != self._metrics_round:
             self._write_held_row()
             self._held = ProgressRow(time.time(), number, step, {})
+
+    def began(self, step: int) -> None:
+        """The job's first step shows which runs it continues: their results say so from now on."""
+        self._enqueue(partial(self._mark_continued, step))
 
     def _write_held_row(self) -> None:
         if self._held is not None:

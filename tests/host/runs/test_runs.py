@@ -235,12 +235,16 @@ def test_a_saved_job_that_another_run_continues(
     same = {"program": ("script", "train.py"), "workdir": "/work"}
     old = _run(tmp_path, "train", **{**same, **before})
     old.write_result(RunResult(**{"state": "saved", "saved": 67, "ended": 999.0, **result}))
+    before_it = old.result()
     new = _run(tmp_path, "train", **same)
+    again = _run(tmp_path, "train", **same, attempt=2)
+    index.mark_continued(tmp_path, again, 1000)
+    assert old.result() == before_it
     index.mark_continued(tmp_path, new, step)
     found = old.result()
     assert found is not None
     assert (found.state == "continued", found.continued_by) == (continued, new.id * continued)
-    assert [run.path for run in (old, new) if run.result()] == [old.path]
+    assert [run.path for run in (old, new, again) if run.result()] == [old.path]
     prune(tmp_path, 0.0)
     assert old.path.exists() != (continued or result.get("state") == "failed")
 
