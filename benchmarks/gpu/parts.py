@@ -288,6 +288,7 @@ def _restarts(name: str, launcher: str, ranks: int, backend: str, deaths: int) -
             emit(f"{name}: the first kernel's share (CUDA context)", share, "s")
         if launcher == ELASTICRUN:
             _memory(name, job)
+            text(f"{name}: elasticrun's lines", job.own_lines())
 
 
 def _memory(name: str, job: Running) -> None:
@@ -376,7 +377,7 @@ def corruption() -> None:
 
 
 def copies() -> None:
-    """Rates from the device to host memory of each kind."""
+    """Rates from the device to host memory of each kind; kernels while memory is page-locked."""
     _probe("copies", 100)
 
 
@@ -396,8 +397,9 @@ def overlap() -> None:
 
 
 def snapshots() -> None:
-    """Stalls of Checkpointer.step() at 1 and 10 GiB beside dcp.async_save; a kill; bits compared
-    after a restore from memory and, at 1 GiB, from storage."""
+    """Stalls of Checkpointer.step() at 1 and 10 GiB, waited for and overlapped, beside
+    dcp.async_save; a kill; bits compared after a restore of the last overlapped snapshot from
+    memory and, at 1 GiB, from storage."""
     for size in (1.0, 10.0):
         _snapshots(size)
 

@@ -8,8 +8,9 @@ import mmap
 import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from benchmarks.gpu.results import CUDA, emit, gib, in_gib, trying
@@ -94,7 +95,7 @@ class SharedMemory:
 
     def __init__(self, size: int) -> None:
         self.seconds: dict[str, float] = {}
-        self._pieces: list[int] = []
+        self.locked: list[int] = []  # the addresses of pieces
         file = os.memfd_create("gpu-check")
         try:
             began = time.monotonic()
@@ -109,17 +110,21 @@ class SharedMemory:
 
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
 
-    def register(self, piece: int = 1 << 62) -> None:
-        """Page-lock it, in pieces of this many bytes."""
+    def range(self) -> tuple[int, int]:
+        """Its first address and the one after its last."""
+        begin = self.bytes.data_ptr()
+        return begin, begin + self.bytes.numel()
+
+    def register(self, pieces: Sequence[tuple[int, int]]) -> None:
+        """Page-lock these ranges of addresses, one by one."""
         import torch
 
         cuda: Any = torch.cuda  # untyped
-        began, at, size = time.monotonic(), self.bytes.data_ptr(), self.bytes.numel()
-        for offset in range(0, size if CUDA else 0, piece):
-            length = min(piece, size - offset)
-            if error := int(cuda.cudart().cudaHostRegister(at + offset, length, 0)):
-                raise RuntimeError(f"cudaHostRegister: error {error} at {offset >> 20} MiB")
-            self._pieces.append(at + offset)
+        began, first = time.monotonic(), self.bytes.data_ptr()
+        for begin, end in pieces if CUDA else ():
+            if error := int(cuda.cudart().cudaHostRegister(begin, end - begin, 1)):
+                raise RuntimeError(f"cudaHostRegister: error {error} at {begin - first >> 20} MiB")
+            self.locked.append(begin)
         self.seconds["page-locked"] = time.monotonic() - began
 
     def unregister(self) -> None:
@@ -127,8 +132,8 @@ class SharedMemory:
 
         cuda: Any = torch.cuda  # untyped
         began = time.monotonic()
-        while self._pieces:
-            if error := int(cuda.cudart().cudaHostUnregister(self._pieces.pop())):
+        while self.locked:
+            if error := int(cuda.cudart().cudaHostUnregister(self.locked.pop())):
                 raise RuntimeError(f"cudaHostUnregister: error {error}")
         self.seconds["released"] = time.monotonic() - began
 
@@ -141,16 +146,19 @@ def copies() -> None:
     import torch
 
     from benchmarks.gpu.overlap import HOME, wait_for_device
+    from elasticrun.snapshots.dcp.restoring import copy_all
+    from elasticrun.training.checkpointing.memory import devices
 
     size = gib(COPIED)
     source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=HOME)
 
-    def rate(name: str, target: torch.Tensor, note: str = "") -> None:
+    def rate(name: str, target: torch.Tensor, note: str = "", *, is_cut: bool = False) -> None:
         took, issued = [], 0.0
         for _ in range(4):
             wait_for_device()
             began = time.monotonic()
-            target.copy_(source, non_blocking=True)
+            pair = devices.cut([target], [source]) if is_cut else ([target], [source])
+            copy_all(*pair, non_blocking=True)
             issued = time.monotonic() - began
             wait_for_device()
             took.append(time.monotonic() - began)
@@ -166,21 +174,50 @@ def copies() -> None:
         target = torch.empty(size, dtype=torch.uint8, pin_memory=CUDA)
         rate("torch's page-locked memory", target, f"made in {time.monotonic() - began:.3g} s")
         del target
+    mapping = SharedMemory(size)
     with trying("device to shared memory"):
-        mapping = SharedMemory(size)
         rate("shared memory", mapping.bytes, mapping.seconds_in_words())
-        mapping.register()
-        rate("page-locked shared memory", mapping.bytes, mapping.seconds_in_words())
-        equal = torch.equal(mapping.bytes, source.cpu())
+    whole, pieces = [mapping.range()], devices.pieces(*mapping.range())
+    for how, ranges in (("at once", whole), (f"in {len(pieces)} pieces", pieces)):
+        with trying(f"shared memory, page-locked {how}"):
+            launches_meanwhile(how, mapping, ranges)
+            name = f"shared memory, page-locked {how}"
+            rate(name, mapping.bytes.zero_(), mapping.seconds_in_words(), is_cut=ranges is pieces)
+            equal = torch.equal(mapping.bytes, source.cpu())
+            emit(f"{name}: bits are equal", equal, ok=equal)
         mapping.unregister()
-        emit("bits in page-locked memory are equal", equal, "", mapping.seconds_in_words(), equal)
     with trying("one copy across pieces that were page-locked one by one"):
-        mapping.register(gib(1))
-        mapping.bytes.zero_()
-        rate("shared memory, page-locked in pieces", mapping.bytes, mapping.seconds_in_words())
-        equal = torch.equal(mapping.bytes, source.cpu())
-        emit("one copy across pieces that were page-locked one by one", equal, ok=equal)
+        mapping.register(pieces)
+        try:
+            rate("shared memory, one copy across pieces", mapping.bytes)
+        except RuntimeError as error:  # elasticrun does not rely on it
+            emit("one copy across pieces that were page-locked one by one", False, "", str(error))
         mapping.unregister()
+
+
+def launches_meanwhile(how: str, mapping: SharedMemory, ranges: Sequence[tuple[int, int]]) -> None:
+    """Page-lock memory in another thread, and measure how long a kernel takes at most meanwhile: no
+    step of a training may wait for that."""
+    import torch
+
+    from benchmarks.gpu.overlap import HOME, wait_for_device
+
+    ones, took = torch.ones(1000, device=HOME), list[float]()
+    wait_for_device()
+    locking = threading.Thread(target=mapping.register, args=(ranges,))
+    locking.start()
+    while locking.is_alive() or not took:
+        began = time.monotonic()
+        ones.add_(1)
+        wait_for_device()
+        took.append(time.monotonic() - began)
+    locking.join()
+    locked = len(mapping.locked)
+    note = (
+        f"of {len(took)}, median {sorted(took)[len(took) // 2]:.3g} s; {locked} pieces are locked"
+    )
+    good = locked == len(ranges) * CUDA
+    emit(f"longest kernel while memory is page-locked {how}", max(took), "s", note, good)
 
 
 # ---------------------------------------------------------------- NVML

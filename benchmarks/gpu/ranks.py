@@ -304,8 +304,32 @@ def compiled(sample: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
 def tensor(index: int, number: int, step: int = 0) -> torch.Tensor:
     """A tensor of the state at a step: the same bits in every life."""
     seed = torch.Generator(HOME).manual_seed(index)
-    made = torch.randint(0, 2**30, (number,), generator=seed, device=HOME, dtype=torch.int32)
-    return made.add_(step)
+    made = torch.randint(0, 2**20, (number,), generator=seed, device=HOME, dtype=torch.int32)
+    return made.add_(step).float()
+
+
+class State:
+    """Parameters, and an optimizer whose step adds one to each of their elements."""
+
+    def __init__(self, number: int, *, is_filled: bool) -> None:
+        self.number = number
+        self.model = torch.nn.ParameterList(
+            torch.nn.Parameter(tensor(i, number) if is_filled else torch.zeros(number, device=HOME))
+            for i in range(TENSORS)
+        )
+        less = torch.full((1,), -1.0, device=HOME)
+        for one in self.model:
+            one.grad = less.expand(number)
+        self.optim = torch.optim.SGD(self.model.parameters(), lr=1.0, foreach=False)
+
+    @property
+    def size(self) -> int:
+        return sum(one.nbytes for one in self.model)
+
+    def equals(self, step: int) -> bool:
+        """Whether all bits are those of this step."""
+        pairs = ((one, tensor(i, self.number, step)) for i, one in enumerate(self.model))
+        return all(torch.equal(one.detach(), wanted) for one, wanted in pairs)
 
 
 def snapshot(size: str, folder: str, source: str) -> None:
@@ -316,24 +340,19 @@ def snapshot(size: str, folder: str, source: str) -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl" if CUDA else "gloo")
     is_first = source == "memory" and LIFE == 0
     title, number = f"{size} GiB", gib(float(size)) // 4 // TENSORS
-    state = {
-        f"t{i}": tensor(i, number)
-        if is_first
-        else torch.zeros(number, dtype=torch.int32, device=HOME)
-        for i in range(TENSORS)
-    }
+    state = State(number, is_filled=is_first)
     wait_for_device()
     saver = Checkpointer(
-        folder, every_steps=1, persist_every_seconds=None, on_busy="wait", slots=2, state=state
-    )
+        folder, every_steps=1, persist_every_seconds=None, on_busy="wait", slots=2,
+        model=state.model, optim=state.optim,
+    )  # fmt: skip
     began = time.monotonic()
     step = saver.restore()
     wait_for_device()
     took = time.monotonic() - began
     report("restored")
     if not is_first:
-        equal = all(torch.equal(state[f"t{i}"], tensor(i, number, step)) for i in range(TENSORS))
-        found = saver.stats.source
+        equal, found = state.equals(step), saver.stats.source
         good = equal and step > 0 and found == source
         note = f"step {step}; bits are equal: {equal}"
         emit(f"{title}: restore from {found or 'nothing'}", took, "s", note, good)
@@ -342,6 +361,8 @@ def snapshot(size: str, folder: str, source: str) -> None:
         if is_first:
             with trying(f"{title}: dcp.async_save"):
                 async_save(title, state)
+            with trying(f"{title}: overlapped"):
+                save_beside(title, saver, state, step)
             report("dead")
             os.kill(os.getpid(), signal.SIGKILL)
         if float(size) <= 1:
@@ -350,13 +371,12 @@ def snapshot(size: str, folder: str, source: str) -> None:
     dist.destroy_process_group()
 
 
-def save_some(title: str, saver: Any, state: dict[str, torch.Tensor], step: int, times: int) -> int:
+def save_some(title: str, saver: Any, state: State, step: int, times: int) -> int:
     """Change the state and take a snapshot this many times. Returns the last step."""
     stalls, before = [], saver.stats.snapshots
     for _ in range(times):
         step += 1
-        for one in state.values():
-            one.add_(1)
+        state.optim.step()
         wait_for_device()
         began = time.monotonic()
         saver.step(step)
@@ -367,26 +387,50 @@ def save_some(title: str, saver: Any, state: dict[str, torch.Tensor], step: int,
     emit(f"{title}: {which}", stalls[0], "s", saver.stats.error, taken == times)
     if times > 1:
         middle = sorted(stalls[1:])[len(stalls[1:]) // 2]
-        rate = in_gib(sum(one.nbytes for one in state.values())) / middle
+        rate = in_gib(state.size) / middle
         median(f"{title}: step(), the next ones", stalls[1:], "s", f"{rate:.3g} GiB/s")
     return step
 
 
-def async_save(title: str, state: dict[str, torch.Tensor]) -> None:
+def save_beside(title: str, saver: Any, state: State, step: int) -> None:
+    """The same with copies that overlap what the device does next, which changes the state. The
+    newest is what the next life must restore."""
+    taker = saver._backend._taker
+    taker._overlap = True
+    stalls, copied, failed = [], [], saver.stats.failed
+    for _ in range(SAVES):
+        step += 1
+        state.optim.step()
+        began = time.monotonic()
+        saver.step(step)
+        stalls.append(time.monotonic() - began)
+        state.optim.step()  # must wait for the copies, on the device
+        wait_for_device()
+        taker._settle(60)
+        copied.append(taker.copy_seconds)
+        for one in state.model:
+            one.detach().sub_(1)
+        wait_for_device()
+    good = saver.stats.failed == failed
+    median(f"{title}: step(), overlapped", stalls, "s", f"step {step} is the last one")
+    median(f"{title}: the copies of these", copied)
+    emit(f"{title}: overlapped snapshots failed", saver.stats.error, ok=good)
+
+
+def async_save(title: str, state: State) -> None:
     """torch's own way, into shared memory."""
     from torch.distributed.checkpoint.state_dict_saver import async_save as save
 
-    size = sum(one.nbytes for one in state.values())
     base = os.environ.get("ELASTICRUN_SHM_DIR", "/dev/shm")
     free = shutil.disk_usage(base).free, psutil.virtual_memory().available
-    if free[0] < 1.2 * size or free[1] < 2.2 * size:  # its copy, and its files
+    if free[0] < 1.2 * state.size or free[1] < 2.2 * state.size:  # its copy, and its files
         return emit(f"{title}: dcp.async_save", None, "", "left out: too little memory is free")
     took, target = [], f"{base}/dcp"
     try:
         for _ in range(2):
             shutil.rmtree(target, ignore_errors=True)
             began = time.monotonic()
-            future: Any = save({"state": state}, checkpoint_id=target)
+            future: Any = save({"state": state.model.state_dict()}, checkpoint_id=target)
             took.append(time.monotonic() - began)
             future.result()
     finally:
@@ -406,7 +450,7 @@ def corrupt(folder: str) -> None:
     from elasticrun.training import Checkpointer
 
     dist.init_process_group("gloo")
-    state = {f"t{i}": tensor(i, gib(0.25) // 4 // TENSORS) for i in range(TENSORS)}
+    state = {f"t{i}": tensor(i, gib(0.25) // 4 // TENSORS).int() for i in range(TENSORS)}
     saver = Checkpointer(
         Path(folder, "ckpt"), every_steps=1, persist_every_seconds=None, state=state
     )
