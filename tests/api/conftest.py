@@ -17,14 +17,19 @@ HELPERS = ("resource_tracker", "forkserver")
 """Processes that multiprocessing itself keeps until its user ends."""
 
 
-def ours() -> set[psutil.Process]:
-    """Descendants of this process that are not multiprocessing's own helpers."""
+def ours(tmp: str) -> set[psutil.Process]:
+    """Descendants of this process that are not multiprocessing's own helpers. `tmp`: the test's
+    $TMPDIR. Others belong to jobs of concurrent tests: their fork servers become children of the
+    process that started the run's warm process."""
     found = set()
     for process in psutil.Process().children(recursive=True):
         try:
-            if not any(helper in " ".join(process.cmdline()) for helper in HELPERS):
+            words = " ".join(process.cmdline())
+            if any(helper in words for helper in HELPERS):
+                continue
+            if process.environ().get("TMPDIR", tmp) == tmp:
                 found.add(process)
-        except psutil.NoSuchProcess:
+        except psutil.NoSuchProcess:  # or a zombie
             continue
     return found
 
@@ -45,9 +50,9 @@ def clean(monkeypatch, tmp_path_factory, request) -> Iterator[None]:
     folder = tempfile.mkdtemp(prefix="er-api-")
     monkeypatch.setattr(tempfile, "tempdir", folder)
     monkeypatch.setenv("TMPDIR", folder)
-    before = ours()
+    before = ours(folder)
     yield
     shutil.rmtree(folder, ignore_errors=True)
     multiprocessing.active_children()  # reaps
-    _, alive = psutil.wait_procs(ours() - before, timeout=LIMIT)
+    _, alive = psutil.wait_procs(ours(folder) - before, timeout=LIMIT)
     assert not alive, [process.cmdline() for process in alive]
