@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.further import cases, further
+from tests.further import further
 from tests.harness import ELASTICRUN, TORCHRUN, World, world_in
 
 pytestmark = pytest.mark.slow
@@ -77,7 +77,8 @@ def run(
 
 @pytest.mark.skipif(not PCI, reason="needs a PCI device")
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-@pytest.mark.parametrize("mode", cases(["exclusive", "node"], kept=["exclusive"]))
+@further("forkserver/test_ranks::test_torch_names_the_cores_in_a_process_of_its_own")
+@pytest.mark.parametrize("mode", ["exclusive", "node"])
 def test_ranks_have_the_cores_that_torchrun_gives_them(mode: str, tmp_path: Path) -> None:
     flag = f"--numa-binding={mode}"
     machine = {**numactl(tmp_path), **two_gpus(tmp_path / "site")}

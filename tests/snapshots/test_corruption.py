@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from elasticrun.testing.job import ElasticJob
-from tests.further import cases, further
+from tests.further import further
 from tests.snapshots.conftest import Training, told
 
 pytestmark = pytest.mark.slow
@@ -62,13 +62,10 @@ def test_a_majority_names_the_rank(training: Training) -> None:
     assert training.said("what it saved since then is not restored")
 
 
+@further("core/scripts/corruption_of_one_of_two.txt", "test_a_majority_names_the_rank")
 @pytest.mark.parametrize(
     ("flipped", "sides"),
-    cases(
-        [((1,), "rank 0 and rank 1"), ((1, 3), "ranks 0,2 and ranks 1,3")],
-        kept=[((1,), "rank 0 and rank 1")],
-        several=True,
-    ),
+    [((1,), "rank 0 and rank 1"), ((1, 3), "ranks 0,2 and ranks 1,3")],
     ids=["one of two", "two of four"],
 )
 def test_without_a_majority_both_sides_are_named(
@@ -132,6 +129,10 @@ def test_training_returns_and_then_the_node_is_excluded(training: Training) -> N
     assert told(training.out, 0)[-1]["equal"]
 
 
+@further(
+    "core/scripts/corruption_over_a_master_death.txt",
+    "test_training_returns_and_then_the_node_is_excluded",
+)
 def test_a_new_master_knows_to_which_step_training_returns(training: Training) -> None:
     """The nodes tell it. The first step that it compares itself differs already."""
     job = begin(training, 3, options=["--on-corruption=restart"])
@@ -145,6 +146,7 @@ def test_a_new_master_knows_to_which_step_training_returns(training: Training) -
     end(training)
 
 
+@further("core/scripts/loss_is_not_finite.txt")
 def test_a_loss_that_is_not_finite(training: Training) -> None:
     """The ranks that had it first are in the report of the failure that follows."""
     job = training.start(script=FLIPS, nproc=2, max_restarts=1)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.further import further
 from tests.tutorials.pages import blocks_of
 
 pytestmark = pytest.mark.slow
@@ -15,6 +16,10 @@ pytestmark = pytest.mark.slow
 DOCS = Path(__file__).parents[2] / "docs"
 
 
+@further(
+    "training/recovery/test_jobs::test_survivors_keep_their_process_and_the_weights_are_the_same",
+    "training/data/test_work_jobs::test_each_sample_is_used_once_over_kills_and_resizes",
+)
 @pytest.mark.parametrize("page", ["recovery.md", "data.md"])
 def test_the_script_of_the_page_goes_on(
     page: str, elastic_job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

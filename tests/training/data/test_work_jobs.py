@@ -13,7 +13,7 @@ import pytest
 
 from elasticrun.testing.job import ElasticJob, JobError
 from elasticrun.wire import env
-from tests.further import cases, fresh_seeds, further
+from tests.further import fresh_seeds, further
 from tests.harness import await_true
 from tests.training.data.handed_out import EPOCHS, SIZE, TOTAL
 from tests.training.data.record import surviving
@@ -121,12 +121,13 @@ def test_the_example_counts_each_sample_once(
     assert job.output(0).count("all ranks 12000") == 2
 
 
-@pytest.mark.parametrize("seed", cases(range(3), kept=[0]))
+@further("test_each_sample_is_used_once_over_kills_and_resizes")
+@pytest.mark.parametrize("seed", range(3))
 def test_random_kills(seed: int, elastic_job: Any, out: Path, tmp_path: Path) -> None:
     _random_kills(seed, elastic_job, out, tmp_path)
 
 
-@further("test_random_kills")
+@further("test_each_sample_is_used_once_over_kills_and_resizes")
 @pytest.mark.parametrize("seed", fresh_seeds(20, 1))
 def test_random_kills_of_fresh_seeds(
     seed: int, elastic_job: Any, out: Path, tmp_path: Path
