@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,6 +24,8 @@ from elasticrun.jobs.rows import JobRow
 from elasticrun.jobs.running import incidents, status
 from elasticrun.jobs.running.listing import events
 from elasticrun.jobs.running.master_lookup import NotAnswered, find_master
+from tests import needs
+from tests.harness import LIMIT
 from tests.master.people import serving, told
 
 
@@ -202,6 +205,30 @@ def test_a_job_that_ends_while_its_master_is_asked(
                 assert told.out.endswith("info     round 1 begins\n")
                 assert "its ranks may keep training" in told.err
             left.unlink()
+
+
+@pytest.mark.slow
+def test_a_container_with_the_same_home_takes_nobodys_job(root: Path) -> None:
+    """The processes of its host are unknown there, and not dead."""
+    needs.namespaces("--pid", "--mount-proc")
+    run = _run(root, "train", 1)
+    alive = start_time(os.getpid()) or 1
+    run.write_job(structs.replace(run.job() or JobRecord(name=""), started=alive))
+    apart = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        entry = user_folder.Published(
+            "job", "127.0.0.1", deaf.getsockname()[1], "", ProcessId.own(), run=str(run.path),
+            name="train",
+        )  # fmt: skip
+        file = user_folder.publish(user_folder.user_folder(os.environ), entry)
+        words = [*apart, sys.executable, "-m", "elasticrun", "list", "-o", "json"]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT)
+    assert [(row["name"], row["state"]) for row in json.loads(done.stdout)] == [
+        ("train", "waiting")
+    ], done.stderr
+    assert file.exists()
+    assert run.result() is None
 
 
 def test_what_is_left_of_one(
