@@ -420,10 +420,10 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "plainly", "for_a_scheduler"),
     [
-        (("gone.py",), 1, 93),
-        (("--no-python", "gone-for-good"), 1, 93),
-        (("--max-restarts=-1", "train.py"), 1, 2),
-        (("--nnodes=two", "train.py"), 1, 2),
+        (("gone.py",), 2, 93),
+        (("--no-python", "gone-for-good"), 2, 93),
+        (("--max-restarts=-1", "train.py"), 2, 2),
+        (("--nnodes=two", "train.py"), 2, 2),
         (("--max-restarts=many", "train.py"), 2, 2),
         (("--token-file=/nowhere/token", "train.py"), 1, 1),  # a mount may come
     ],
