@@ -33,20 +33,6 @@ if os.environ.get("BAD") and os.environ["RANK"] == "0":
     raise ValueError("bad luck")
 """
 
-SAVES = """
-import pathlib, time, torch
-from elasticrun.training import Checkpointer
-model = torch.nn.Linear(1, 1)
-ckpt = Checkpointer("ckpt", model=model, every_steps=1)
-start = ckpt.restore()
-for step in range(start, 1_000_000):
-    ckpt.step(step + 1)
-    if step == start + 5:
-        pathlib.Path("trains").touch()
-    time.sleep(0.02)
-"""
-"""Trains until it is ended."""
-
 ELASTICRUN = (sys.executable, "-m", "elasticrun")
 
 
@@ -119,27 +105,6 @@ def test_ctrl_c_before_anything_is_saved(place: Path) -> None:
     assert (begun.returncode, "ended by SIGINT (2)" in said) == (1, True), said
     (row,) = json.loads(_run("list", "-o", "json").stdout)
     assert (row["state"], row["step"], row["saved"]) == ("interrupted", 3, -1)
-
-
-def test_a_job_that_was_saved_and_continued(place: Path) -> None:
-    """By the same command, in a run of its own."""
-    (place / "saves.py").write_text(SAVES)
-    rows: list[dict[str, Any]] = []
-    for _ in range(2):
-        begun = _begin("saves.py")
-        await_true((place / "trains").exists, "steps")
-        (place / "trains").unlink()
-        begun.send_signal(signal.SIGINT)
-        _, said = begun.communicate(timeout=120)
-        assert begun.returncode == 99, said
-        rows[:0] = [json.loads(_run("list", "-o", "json").stdout)[0]]
-        assert f"; step {rows[0]['saved']} is saved in " in said
-        assert rows[0]["state"] == "saved"
-    new, old = json.loads(_run("list", "-o", "json").stdout)
-    assert (new["state"], old["state"]) == ("saved", "continued")
-    assert (old["continued_by"], old["saved"]) == (new["run_id"], rows[1]["saved"])
-    assert new["saved"] > old["saved"]
-    assert f"continued by {new['run_id']}" in _run("list").stdout
 
 
 def test_the_same_folder_again(place: Path) -> None:

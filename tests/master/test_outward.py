@@ -41,7 +41,8 @@ from elasticrun.core.sight.picture import (
     VerdictRow,
 )
 from elasticrun.host.log import NOTICE
-from elasticrun.host.runs.layout import JobRecord, RunFolder
+from elasticrun.host.runs.index import make_run
+from elasticrun.host.runs.layout import JobRecord, RunFolder, RunResult
 from elasticrun.host.runs.opening import OpenRun
 from elasticrun.host.system import processes
 from elasticrun.host.system.sandbox import NoThread
@@ -162,6 +163,30 @@ def test_a_record_is_a_page_for_people_and_a_file_for_programs(tmp_path: Path) -
 def test_the_state_of_a_job_at_its_end(exit_code: int, reason: Reason, state: str) -> None:
     end = JobOver(exit_code, text(reason), code=code(reason))
     assert result_of(end, Picture(nothing_yet(None))).state == state
+
+
+async def test_the_first_step_of_a_job_shows_which_run_it_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later master's first step shows nothing: the job may have begun at step 0."""
+    monkeypatch.setenv("ELASTICRUN_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setattr("elasticrun.master.outward.outward.END_LIMIT", 240.0)
+    same = {"program": ("script", "train.py"), "workdir": str(tmp_path)}
+    old = RunFolder(make_run(tmp_path / "runs", "train", "00000001"))
+    old.write_job(JobRecord(name="train", began=1.0, **same))
+    old.write_result(RunResult(state="saved", step=69, saved=67, ended=2.0))
+    run = RunPlan(name="train", **same)
+    config = MasterConfig(Identity("job"), "", 0, None, MasterPlan(run=run))
+    for is_successor, state in ((True, "saved"), (False, "continued")):
+        outward = Outward(config)
+        assert await outward.open(is_successor=is_successor) == ""
+        for step in (68, 69):
+            outward.stepped(1, step)
+        outward.close()
+        result = old.result()
+        assert result is not None
+        assert result.state == state
+    assert outward.run_folder.endswith(f"train-{result.continued_by}")
 
 
 def test_people_are_told_in_a_line_of_each_once_the_ranks_run_again(
