@@ -238,10 +238,12 @@ class Spawned:
 
 @dataclass(frozen=True, slots=True)
 class SpawnFailed:
-    """The process of `key` could not be started; `reason` is one sentence for the user."""
+    """The process of `key` could not be started; `reason` is one sentence for the user. `lasting`:
+    another try would fail alike."""
 
     key: int
     reason: str
+    lasting: bool = False
 
 
 @dataclass(frozen=True, slots=True)

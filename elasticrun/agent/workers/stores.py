@@ -125,7 +125,7 @@ class Stores:
     def prepare(self) -> None:
         """Start a store host on its own port, the one after the last if that is free, so that other
         nodes can foresee it (`next_store`); StoreReady follows when it listens. A failed start is
-        retried; MAX_TRIES failures in a row end the node. The endpoint
+        retried; one that would fail again, or MAX_TRIES in a row, end the node. The endpoint
         contains our address, so this waits until the address is known (`on_address`)."""
         self._retry.cancel()  # otherwise there would be two
         self._is_requested = not self._node.address
@@ -186,7 +186,11 @@ class Stores:
                     if isinstance(message, spawning.Exited)
                     else message.reason
                 )
-                self._retry_later(f"a store host could not be started: {why}")
+                sentence = f"a store host could not be started: {why}"
+                if isinstance(message, spawning.SpawnFailed) and message.lasting:
+                    self._node.fatal(sentence)
+                else:
+                    self._retry_later(sentence)
 
     def lost(self, child: Child) -> None:
         """Reserve the port of a store host that has exited. If its spawner died too, the state

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Final, NoReturn
 
@@ -215,17 +216,19 @@ class StoreHelper(Helper):
     def __init__(self, order: Order | None = None) -> None:
         super().__init__(order)
         self.listens = False
-        self._failed = "it exited before it listened"
+        self._failed = SpawnFailed(self.key, "it exited before it listened")
 
     def _is_forwarded(self, message: FromSpawner) -> bool:
         if isinstance(message, SpawnFailed):
-            self._failed = message.reason
+            self._failed = message
             return False
         self.listens = self.listens or isinstance(message, StoreListening)
         return True
 
     def _final_report(self, code: int) -> FromSpawner | None:
-        return None if self.listens else SpawnFailed(self.key, f"no store: {self._failed}")
+        if self.listens:
+            return None
+        return replace(self._failed, key=self.key, reason=f"no store: {self._failed.reason}")
 
 
 class ProbeHelper(Helper):

@@ -36,7 +36,8 @@ def host(
     try:
         store, remark = _serve(_listen(order.port), order.port)
     except Exception as error:
-        send(SpawnFailed(order.key, _line(f"{type(error).__name__}: {error}")))
+        why = _line(f"{type(error).__name__}: {error}")
+        send(SpawnFailed(order.key, why, lasting=isinstance(error, ImportError)))
         return
     send(StoreListening(order.key, os.getpid(), order.port))
     if remark:

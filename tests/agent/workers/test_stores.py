@@ -102,8 +102,18 @@ def test_a_store_host_that_hangs_is_replaced(fake_torch: Path, caplog) -> None:
     assert "a store host is not listening 0.2 s after its start; killing it" in caplog.text
 
 
-def test_where_none_can_be_started_the_agent_ends(fake_torch: Path, monkeypatch) -> None:
+def test_a_torch_that_cannot_be_imported_is_tried_once(fake_torch: Path) -> None:
     fake_torch.write_text("raise ImportError('torch is broken')")
+    node = Node()
+    asyncio.run(node.has_store())
+    assert not node.events
+    assert node.ends == [
+        "a store host could not be started: no store: ImportError: torch is broken"
+    ]
+
+
+def test_where_none_can_be_started_the_agent_ends(fake_torch: Path, monkeypatch) -> None:
+    fake_torch.write_text("raise RuntimeError('torch is broken')")
     monkeypatch.setattr(stores, "RETRY", 0.01)
     monkeypatch.setattr(stores, "MAX_TRIES", 2)
     monkeypatch.setattr(Limits, "__missing__", lambda limits, forked: LIMIT)
