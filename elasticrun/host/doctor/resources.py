@@ -60,7 +60,10 @@ class CpuQuota(NamedTuple):
             words = (self.folder / "cpu.stat").read_text().split()
             if "usage_usec" in words:  # v2
                 return int(words[words.index("usage_usec") + 1]) / 1e6
-            return int((self.folder / "cpuacct.usage").read_text()) / 1e9
+            folder = self.folder
+            if not (folder / "cpuacct.usage").exists():  # a hierarchy of its own
+                folder = Path(f"{folder}/".replace("/cgroup/cpu/", "/cgroup/cpuacct/"))
+            return int((folder / "cpuacct.usage").read_text()) / 1e9
         except (OSError, ValueError, IndexError):
             return None
 

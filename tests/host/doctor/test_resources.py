@@ -87,6 +87,16 @@ def test_quotas(tmp_path: Path, cgroup: str, files: dict[str, str], quota: float
             },
             1.5,
         ),
+        (
+            "4:cpuacct:/job\n3:cpu:/job\n",
+            {
+                "cpu/job/cpu.cfs_quota_us": "1\n",
+                "cpu/job/cpu.cfs_period_us": "2\n",
+                "cpu/job/cpu.stat": "nr_periods 0\nnr_throttled 0\nthrottled_time 0\n",
+                "cpuacct/job/cpuacct.usage": "2500000000\n",
+            },
+            2.5,
+        ),
     ],
 )
 def test_what_a_quota_was_used_for(tmp_path: Path, cgroup: str, files, used: float | None) -> None:
