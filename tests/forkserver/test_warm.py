@@ -27,7 +27,7 @@ from tests.forkserver.driver import (
     tells,
     warm_process,
 )
-from tests.further import further
+from tests.further import cases
 from tests.harness import await_true, program, ran
 
 pytestmark = pytest.mark.slow
@@ -97,18 +97,24 @@ def test_the_wish_of_one_job_is_no_other_ones(place: Path, tmp_path: Path) -> No
     assert described(place).modules == before.modules
 
 
-LATE = """
-import sys, torch
+SEEDED = """
+import os, torch
 torch.manual_seed(0)
-torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+{late}
 print(torch.randperm(8).tolist())
 """
 
+LATE = {
+    "torch.save": "torch.save({}, os.devnull)\ntorch.get_default_device()",
+    "torch.compile": "torch.compile(lambda x: x + 1, backend='eager')(torch.ones(2))",
+}
+"""What imports more of torch, and what it is called here."""
 
-@further("fidelity/test_imports::test_imports")
-def test_a_seed_stays(place: Path, tmp_path: Path) -> None:
+
+@pytest.mark.parametrize("late", cases(LATE, kept=["torch.save"]))
+def test_a_seed_stays(place: Path, tmp_path: Path, late: str) -> None:
     """Whatever the script imports after it, in a first life and in later ones."""
-    entry = script(tmp_path / "s.py", LATE)
+    entry = script(tmp_path / "s.py", SEEDED.replace("{late}", LATE[late]))
     drawn = set()
     with started(entry, warm=place) as driver:
         for life in ("first", "second"):
