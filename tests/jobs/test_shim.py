@@ -30,8 +30,9 @@ import torch
 with open(f"/proc/{os.getppid()}/cmdline") as file:
     parent = file.read()
 path = [each for each in sys.path if "shim" in each]
+finders = [str(each).partition(" at 0x")[0] for each in sys.meta_path]
 seen = {"env": dict(os.environ), "argv": sys.argv[1:], "parent": parent, "path": path,
-        "torch": torch.__file__, "finders": [str(each) for each in sys.meta_path]}
+        "torch": torch.__file__, "finders": finders}
 print("rank " + json.dumps(seen), flush=True)
 """
 

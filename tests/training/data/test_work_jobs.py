@@ -144,8 +144,10 @@ def _random_kills(seed: int, elastic_job: Any, out: Path, tmp_path: Path) -> Non
         let_go_to(out, step + 1)
         job.wait_for(step=step)
         match rng.choice(["rank", "master", "agent", "grow"]):
-            case "rank":
-                job.kill_rank(rng.randrange(2))
+            case "rank":  # the second one may have gone with its agent
+                await_true(lambda: _answers(job), "a master, after the last one was killed")
+                ranks = job.wait_for(phase="running").world_size
+                job.kill_rank(min(rng.randrange(2), ranks - 1))
             case "master":
                 await_true(lambda: _answers(job), "a master, after the last one was killed")
                 job.kill_master()
