@@ -410,7 +410,7 @@ def test_what_has_succeeded_is_said_for_programs_too(person: Person) -> None:
         (["submit", "--rdzv-endpoint", "a:1", "--", "train.py"], 2, "already sets this"),
         (["submit", "--env", "ELASTICRUN_TOKEN=x", "--", "t.py"], 2, "put the secret into"),
         (["submit", "--on=slurm", "--array", "0-3", "--", "t.py"], 2, "submit creates one job"),
-        (["suspend"], 2, "required: JOB"),
+        (["suspend"], 2, "JOB is missing"),
         (["resume", "tr"], 1, "no job tr has a run folder"),
         (["exec", "tr"], 2, "put the command after --"),
         (["exec", "tr", "--", "true"], 1, "no job tr"),
