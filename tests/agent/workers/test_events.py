@@ -46,11 +46,27 @@ def shape(value: Any) -> Any:
     return type(value).__name__
 
 
+LAST = """
+import os, sys
+if os.environ["RANK"] == "0":
+    with open("{pid}.new", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename("{pid}.new", "{pid}")
+    sys.exit()
+while not os.path.exists("{pid}"):
+    pass
+while os.path.exists("/proc/" + open("{pid}").read()):
+    pass
+sys.exit({code})
+"""
+"""Rank 1 ends once rank 0 has been reaped, which torchrun might otherwise kill."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("code", [0, 3])
 def test_names_and_fields_are_torchs(code: int, tmp_path: Path) -> None:
     script = tmp_path / "s.py"
-    script.write_text(f"import os, sys\nsys.exit({code} if os.environ['RANK'] == '1' else 0)\n")
+    script.write_text(LAST.format(code=code, pid=str(tmp_path / "pid")))
     words = ("torch.distributed.run", "--event-log-handler=console", "--nproc-per-node=2")
     done = program("-m", *words, str(script), env=clean_environment())
     theirs = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
