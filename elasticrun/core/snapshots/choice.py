@@ -152,7 +152,8 @@ class RestorePoints:
         self._dropped = {key: None for key in self._dropped if key[0] in known}
         self.rejected = {key: n for key, n in self.rejected.items() if key[0] in known}
         self._named.clear()
-        self.failed_saves.clear()
+        if self.failed_saves.was_used:
+            self.failed_saves.clear()
         self._waiting.clear()
         for node in self.reports:
             self._update_ledgers(node)

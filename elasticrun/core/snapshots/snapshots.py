@@ -140,7 +140,7 @@ class Snapshots:
         self.checkpoints.release_failed()
         points.raise_watermark(self._replicas)
         self.checkpoints.proceed(now)
-        if points.ledgers:
+        if points.ledgers and points.failed_saves.open:
             points.failed_saves.proceed(now, points.ledgers[0].world_size)
 
     def compare(self, now: float) -> list[Difference]:
@@ -149,10 +149,11 @@ class Snapshots:
 
     def next_deadline(self) -> float | None:
         """When `proceed` is due at the latest."""
+        failed = self.points.failed_saves
         return earliest(
             self._replicas.next_deadline(),
             self.checkpoints.next_deadline(),
-            self.points.failed_saves.next_deadline(),
+            failed.next_deadline() if failed.open else None,
         )
 
     def overslept(self, by: float) -> None:

@@ -76,18 +76,21 @@ class FailedSaves:
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
+        self.was_used = False
+        """Whether a rank has failed in this round."""
         self._known: set[tuple[int, str]] = set()  # ranks and reasons
-        self._open: dict[tuple[int, str], _FailedSave] = {}  # by step and reason
+        self.open: dict[tuple[int, str], _FailedSave] = {}  # by step and reason
         self._closed: dict[tuple[int, str], _FailedSave] = {}  # the newest ones
 
     def add(self, step: int, rank: int, node: str, reason: str) -> None:
         """A rank, on this node, could not save the step."""
-        if (step, reason) in self._open or len(self._open) < MAX_OPEN:
-            self._open.setdefault((step, reason), _FailedSave()).nodes[rank] = node
+        self.was_used = True
+        if (step, reason) in self.open or len(self.open) < MAX_OPEN:
+            self.open.setdefault((step, reason), _FailedSave()).nodes[rank] = node
 
     def give_up(self, step: int) -> bool:
         """The checkpoint of this step is given up; whether a line about its ranks will say so."""
-        found = [one for (other, _), one in self._open.items() if other == step]
+        found = [one for (other, _), one in self.open.items() if other == step]
         late = {key: one for key, one in self._closed.items() if key[0] == step}
         for one in found:
             one.is_lost = True
@@ -99,18 +102,18 @@ class FailedSaves:
 
     def proceed(self, now: float, world_size: int) -> None:
         """Log what no further rank can join, or has waited long enough."""
-        for key, one in list(self._open.items()):
+        for key, one in list(self.open.items()):
             one.until = now + FAILURE_WINDOW if one.until is None else one.until
             if now >= one.until or len(one.nodes) >= world_size:
                 self._log(*key)
 
     def next_deadline(self) -> float | None:
         """When `proceed` is due at the latest."""
-        return earliest(*[one.until for one in self._open.values()])
+        return earliest(*[one.until for one in self.open.values()])
 
     def flush(self) -> None:
         """Log everything now, because the job ends."""
-        for key in list(self._open):
+        for key in list(self.open):
             self._log(*key)
 
     def clear(self) -> None:
@@ -118,9 +121,10 @@ class FailedSaves:
         self.flush()
         self._known.clear()
         self._closed.clear()
+        self.was_used = False
 
     def _log(self, step: int, reason: str) -> None:
-        one = self._closed[step, reason] = self._open.pop((step, reason))
+        one = self._closed[step, reason] = self.open.pop((step, reason))
         while len(self._closed) > MAX_OPEN:
             del self._closed[next(iter(self._closed))]
         new = {(rank, reason) for rank in one.nodes} - self._known

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -240,28 +240,34 @@ def test_a_standby_that_has_not_parked_becomes_the_rank(server: Driver, tmp_path
     assert life.start() == "went on\n"
 
 
+@pytest.fixture
+def batch(tmp_path: Path) -> Iterator[Driver]:
+    """A fork server under a policy that it could not return to: as while all cores are busy, its
+    standbys run for a share of the time."""
+    with forking(Entrypoint(EntryKind.SCRIPT, "none.py"), cold=True) as server:
+        os.sched_setscheduler(server.process.pid, os.SCHED_BATCH, os.sched_param(0))
+        yield server
+
+
 def test_standbys_that_compete_with_ranks_use_a_tenth_of_a_core(
-    server: Driver, tmp_path: Path
+    batch: Driver, tmp_path: Path
 ) -> None:
-    """A policy that it could not return to keeps a standby out of SCHED_IDLE, as busy cores do."""
-    os.sched_setscheduler(server.process.pid, os.SCHED_BATCH, os.sched_param(0))
     text = "while not os.path.exists(OUTSIDE + '/flag'): pass\nprint('went on')"
-    life = Life(server, tmp_path, text, idle=True)
+    life = Life(batch, tmp_path, text, idle=True)
     life.heard(StandbyState.REHEARSING)
-    pids = _processes(server)
+    pids = _processes(batch)
     began, before = time.monotonic(), _cpu_time(pids)
     await_true(lambda: _cpu_time(pids) > before + 0.2, "some computation")
     used = _cpu_time(pids) - before
     assert used / (time.monotonic() - began) < 2.5 * SHARE
 
 
-def test_an_order_ends_the_pause_of_a_standby(server: Driver, tmp_path: Path) -> None:
+def test_an_order_ends_the_pause_of_a_standby(batch: Driver, tmp_path: Path) -> None:
     """It would last nine times as long as the standby has computed."""
-    os.sched_setscheduler(server.process.pid, os.SCHED_BATCH, os.sched_param(0))
     text = "sum(range(50_000_000))\nos.path.exists(OUTSIDE)\nprint('went on')"
-    life = Life(server, tmp_path, text, idle=True)
+    life = Life(batch, tmp_path, text, idle=True)
     life.heard(StandbyState.REHEARSING)
-    pids = _processes(server)
+    pids = _processes(batch)
     stands = psutil.STATUS_TRACING_STOP
 
     def is_paused() -> bool:

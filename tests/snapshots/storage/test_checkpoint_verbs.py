@@ -203,7 +203,7 @@ def test_by_the_name_of_a_job_and_without_torch(folder: Folder, tmp_path: Path) 
         (["verify", "a", "11"], "there is no step 11 in"),
         (["verify", "a", "x"], "'x' is not a whole number of at least 0"),
         (["lst", "a"], "'lst'"),
-        ([], "ls|verify|prune"),
+        ([], "name one of ls, verify, prune"),
     ],
 )
 def test_bad_words(
