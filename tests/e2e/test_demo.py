@@ -13,7 +13,6 @@ from elasticrun.testing.demo.show import TORCHRUN
 from tests.harness import LIMIT, Launched, World, await_exit, await_true
 
 ROOT = Path(__file__).parents[2]
-IN_MEMORY = Path("/dev/shm")
 
 
 def demo(world: World) -> Launched:
@@ -21,7 +20,7 @@ def demo(world: World) -> Launched:
 
 
 def left(world: World) -> list[Path]:
-    return [*world.tmp.iterdir(), *IN_MEMORY.glob("elasticrun-*-demo")]
+    return [*world.tmp.iterdir(), *world.memory.iterdir()]
 
 
 def test_each_fault_is_shown_and_nothing_is_left(world: World) -> None:

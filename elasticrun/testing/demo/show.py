@@ -28,10 +28,9 @@ from elasticrun.cli.settings import NotHere, UsageError
 from elasticrun.config import EXIT_FAILED, EXIT_OK
 from elasticrun.core.words import plural
 from elasticrun.testing.demo import ACCURACY, FINISH, MISTAKE
-from elasticrun.testing.job import SHARED_MEMORY, ElasticJob, JobError, start
+from elasticrun.testing.job import ElasticJob, JobError, start
 from elasticrun.testing.processes import new_folder
 from elasticrun.testing.steps import Step
-from elasticrun.wire.env import SHM_DIR
 
 SCRIPT: Final = "elasticrun.testing.demo.train"
 
@@ -56,7 +55,7 @@ FAILURE: Final = "failure.txt"
 """The file with the reason and the agents' last lines, if the demo fails."""
 
 DEMO: Final = "demo"
-"""The last word of the names of the demo's folders."""
+"""The last word of the name of the demo's folder."""
 
 LEARNED: Final = 0.9
 """Accuracy that shows that the training was not lost; guessing gives a third."""
@@ -193,8 +192,8 @@ def main(words: Sequence[str]) -> int:
     with contextlib.ExitStack() as cleanup:
         _end_on_signals(cleanup)
         try:
-            folder, memory = _make_folders(cleanup)
-            return _run(Console(highlight=False), folder, memory)
+            folder = _make_folder(cleanup)
+            return _run(Console(highlight=False), folder)
         except _Failed as failed:
             raise UsageError(str(failed), EXIT_FAILED) from None
         except OSError as wrong:
@@ -220,19 +219,13 @@ def _end_on_signals(cleanup: contextlib.ExitStack) -> None:
             cleanup.callback(signal.signal, number, signal.signal(number, end))
 
 
-def _make_folders(cleanup: contextlib.ExitStack) -> tuple[Path, str]:
-    """A temporary folder for files, which becomes the working folder, and one for snapshots; in
-    memory if possible. Raises OSError."""
+def _make_folder(cleanup: contextlib.ExitStack) -> Path:
+    """A temporary folder for files, which becomes the working folder. Raises OSError."""
     folder = new_folder(tempfile.gettempdir(), DEMO)
     cleanup.callback(_remove, folder)
-    memory = folder / "memory"
-    if os.access(SHARED_MEMORY, os.W_OK):
-        memory = new_folder(SHARED_MEMORY, DEMO)
-        cleanup.callback(shutil.rmtree, memory, ignore_errors=True)
-    memory.mkdir(mode=0o700, exist_ok=True)
     cleanup.callback(os.chdir, os.getcwd())
     os.chdir(folder)
-    return folder, str(memory)
+    return folder
 
 
 def _remove(folder: Path) -> None:
@@ -241,7 +234,7 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _run(console: Console, folder: Path, memory: str) -> int:
+def _run(console: Console, folder: Path) -> int:
     """Start the job, inject the faults, end it. Raises _Failed, OSError."""
     began = time.monotonic()
     jobs: list[ElasticJob] = []
@@ -263,7 +256,7 @@ def _run(console: Console, folder: Path, memory: str) -> int:
             nodes=2,
             max_restarts=3,
             options=(*OPTIONS, "-m"),
-            env={"LOGLEVEL": "", "OMP_NUM_THREADS": 1, SHM_DIR: memory},
+            env={"LOGLEVEL": "", "OMP_NUM_THREADS": 1},
             together=True,
             timeout=LIMIT,
         )
