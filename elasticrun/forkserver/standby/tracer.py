@@ -146,7 +146,7 @@ class Standby:
     begun: bool = False  # the script runs
     is_held: bool = False  # its threads are stopped and stay so
     calls: int = 0
-    used: float = -1.0  # CPU seconds of it and its tracer at the end of the last pause
+    used: float = 0.0  # CPU seconds of it and its tracer at the end of the last pause
 
     def stands_still(self) -> bool:
         """Whether all of its threads are stopped, one that was just started too."""
@@ -222,7 +222,7 @@ class Tracer:
 
     def _watch(self, order: TraceStandby) -> None:
         pid = order.pid
-        standby = Standby(pid, order.idle)
+        standby = Standby(pid, order.idle, used=_cpu_time(pid))
         try:
             ptrace.seize(pid)
             for tid in (pid, 0):  # 0: this process
@@ -417,12 +417,9 @@ class Tracer:
 
     def _pace(self, standby: Standby) -> None:
         """Let a standby run for a share of the time, where its ranks need the cores."""
-        if not standby.idle:
+        if not standby.idle or (spent := _cpu_time(standby.pid) - standby.used) < SLICE:
             return
-        spent = _cpu_time(standby.pid) - standby.used
-        if standby.used >= 0 and spent < SLICE:
-            return
-        if standby.used >= 0 and (not self._may_be_idle or are_cores_busy()):
+        if not self._may_be_idle or are_cores_busy():
             signal.sigtimedwait({signal.SIGUSR1}, spent * (1 - SHARE) / SHARE)  # or an order
         standby.used = _cpu_time(standby.pid)
 
