@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+
+from elasticrun.wire.types import write_ranges
 
 MAX_NAMES = 4
 """Maximum number of nodes that a sentence lists by name. If there are more, it names the first
@@ -13,6 +15,11 @@ three and counts the rest."""
 def plural(count: int, thing: str) -> str:
     """`1 rank`, `2 ranks`."""
     return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+
+
+def rank_names(ranks: Collection[int], *, pairs: bool = False) -> str:
+    """`rank 3`, `ranks 0-7`; `pairs`: as for `write_ranges`."""
+    return f"{'ranks' if len(ranks) > 1 else 'rank'} {write_ranges(ranks, pairs=pairs)}"
 
 
 def span(seconds: float) -> str:

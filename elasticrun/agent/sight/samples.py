@@ -15,6 +15,7 @@ from elasticrun.agent.sight.activity import Activity
 from elasticrun.agent.sight.outside import Threads
 from elasticrun.agent.sight.pulse import RankBeat
 from elasticrun.agent.sight.stacks import Frame, group_stacks, place_of
+from elasticrun.core.words import rank_names
 from elasticrun.host.accelerators import Load
 from elasticrun.wire import messages as m
 from elasticrun.wire.progress import MAX_ANSWER_GROUPS, GroupAnswer, RankAnswer
@@ -120,10 +121,7 @@ def stacks(
     for one in found:
         if "" not in one.threads:
             missing.setdefault(_why_missing(one), []).append(one.rank)
-    words = [
-        f"{'ranks' if len(ranks) > 1 else 'rank'} {write_ranges(ranks, pairs=True)} {why}"
-        for why, ranks in missing.items()
-    ]
+    words = [f"{rank_names(ranks, pairs=True)} {why}" for why, ranks in missing.items()]
     groups = list(group_stacks(by_rank))
     while sum(len(one.text.encode()) + len(one.ranks) for one in groups) > ROOM:
         groups.pop()

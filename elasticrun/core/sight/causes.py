@@ -23,9 +23,8 @@ from elasticrun.core.reasons import (
     text,
 )
 from elasticrun.core.rounds.failures import ended_before, what_happened
-from elasticrun.core.words import plural
+from elasticrun.core.words import plural, rank_names
 from elasticrun.wire.messages import Failure, FailureKind
-from elasticrun.wire.types import write_ranges
 
 MAX_KINDS = 4
 """Maximum number of different failures of other ranks that an incident lists."""
@@ -71,10 +70,7 @@ def followers(ctx: JobContext, origin: Origin) -> str:
     for failure in ctx.restarts.window.failures:
         if failure.rank != origin.rank:
             kinds.setdefault(what_happened(failure), []).append(failure.rank)
-    clauses = [
-        f"{'ranks' if len(ranks) > 1 else 'rank'} {write_ranges(ranks)}: {what}"
-        for what, ranks in list(kinds.items())[:MAX_KINDS]
-    ]
+    clauses = [f"{rank_names(ranks)}: {what}" for what, ranks in list(kinds.items())[:MAX_KINDS]]
     more = len(kinds) - MAX_KINDS
     return "; ".join(clauses) + (f"; {plural(more, 'other end')}" if more > 0 else "")
 

@@ -44,9 +44,10 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
 from elasticrun.core.persisted import SnapshotFacts
+from elasticrun.core.snapshots.failed_saves import FailedSaves
 from elasticrun.core.snapshots.ledger import Ledger, in_spans
 from elasticrun.core.snapshots.replication import Replicas
-from elasticrun.core.snapshots.types import FailedSaves, Key, Outbox, key_of
+from elasticrun.core.snapshots.types import Key, Outbox, key_of
 from elasticrun.core.work.work import Work
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import NO_SKIP, RoundName, Skip

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from elasticrun.core.snapshots.types import rank_names
+from elasticrun.core.words import rank_names
 from elasticrun.wire.messages import Holding
 from elasticrun.wire.types import RoundName, spans_of
 
@@ -204,7 +204,9 @@ class Ledger:
             for rank in failed
             if (content := self._last.get(rank, 0)) not in able and not held.get(content)
         ]
-        return f"{rank_names(lost)} could not save it: {failed[lost[0]]}" if lost else ""
+        if not lost:
+            return ""
+        return f"{rank_names(lost, pairs=True)} could not save it: {failed[lost[0]]}"
 
     def newest_never_whole(self, above: int) -> int:
         """The newest step above `above` that can never be whole; -1: none."""

@@ -13,10 +13,10 @@ from typing import Final
 
 from elasticrun.core.rounds.failures import SIGNALS, classify
 from elasticrun.core.sight.picture import IncidentRow
+from elasticrun.core.words import rank_names
 from elasticrun.host.runs.layout import INCIDENTS, RunFolder
 from elasticrun.master.outward.run_files import read
 from elasticrun.wire.messages import FailureKind
-from elasticrun.wire.types import write_ranges
 
 MAX_BYTES: Final = 256 * 1024
 """Bytes read from an error file; the message comes first."""
@@ -89,7 +89,7 @@ def attempt_titles(found: Sequence[RankFiles], end: AttemptEnd | None) -> Attemp
     elif titles.keys() - lost:
         titled = {order[0]: titles[order[0]]}
     if lost and any(titled.values()):
-        who = f"{'ranks' if len(lost) > 1 else 'rank'} {write_ranges(lost)}"
+        who = rank_names(lost)
         then = f"; then {who} lost {'their' if len(lost) > 1 else 'its'} connection"
         titles = {rank: title for rank, title in titles.items() if rank not in lost}
         titled = {rank: title + then for rank, title in titled.items()}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from elasticrun.core.snapshots.types import FAILURE_WINDOW, FailedSaves, Outbox
+from elasticrun.core.snapshots.failed_saves import FAILURE_WINDOW, FailedSaves
+from elasticrun.core.snapshots.types import Outbox
 
 
 def lines(outbox: Outbox) -> list[tuple[str, str]]:

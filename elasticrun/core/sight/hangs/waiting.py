@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final, NamedTuple
 
-from elasticrun.core.words import Lasting, plural, render_lasting
+from elasticrun.core.words import Lasting, plural, rank_names, render_lasting
 from elasticrun.wire.messages import Being, GroupSeen, Position, RankSeen
 from elasticrun.wire.types import read_ranges, write_ranges
 
@@ -330,8 +330,8 @@ def _describe_mismatch(
     odd = tuple(sorted(rank for _, ranks in by_size[1:] for rank in ranks)) if clear else ()
     blamed = odd or tuple(sorted(rank for _, ranks in by_size for rank in ranks))
     first = scene.ranks[blamed[0]]
-    went = f"; {_ranks(past)} went on from {partial[0].split()[0]}" if more else ""
-    whose = f", and {_ranks(odd)} deviate{'s' * (len(odd) == 1)}" if odd else ""
+    went = f"; {rank_names(past)} went on from {partial[0].split()[0]}" if more else ""
+    whose = f", and {rank_names(odd)} deviate{'s' * (len(odd) == 1)}" if odd else ""
     return Impasse(
         Klass.CERTAIN,
         "mismatch",
@@ -367,7 +367,7 @@ def _find_awaited(scene: Scene) -> Impasse | None:
     top = group.top
     sample = next((at for at in group.at.values() if at.is_in and at.done + 1 == top), None)
     what = f" in {_call_words(group, sample)}" if sample else ""
-    more = f", like {_ranks(same[1:])}" if len(same) > 1 else ""
+    more = f", like {rank_names(same[1:])}" if len(same) > 1 else ""
     who = "them" if more else "it"
     return Impasse(
         klass,
@@ -513,7 +513,7 @@ def _find_halted(scene: Scene) -> Impasse | None:
     does = _class_of(scene, halted[0])
     klass, kind = does.klass, does.kind
     same = [rank for rank in halted if scene.ranks[rank].seen.being is one.seen.being]
-    more = f", like {_ranks(same[1:])}" if same[1:] else ""
+    more = f", like {rank_names(same[1:])}" if same[1:] else ""
     return Impasse(
         klass,
         kind,
@@ -675,10 +675,6 @@ def _who(scene: Scene, ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"{scene.name(ranks[0])} is"
     return f"ranks {write_ranges(ranks)} are"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"{'ranks' if len(ranks) > 1 else 'rank'} {write_ranges(ranks)}"
 
 
 def _count(waiting: int) -> str:
