@@ -200,9 +200,7 @@ class Servicer:
         token = self._operator if role is m.Role.OPERATOR else self._token
         auth = AuthServer(token, __version__, self._job_id, self._term, role)
         try:
-            if role is m.Role.JOINER:
-                self._joining.admit()
-            await self._handshake(context, auth, encode)
+            await self._handshake(context, auth, encode, is_joiner=role is m.Role.JOINER)
             await serve(context, auth)
         except Denied as denied:
             self._refusals.add(denied.log_text)
@@ -213,15 +211,20 @@ class Servicer:
             await context.abort(wrong.code, str(wrong))
 
     async def _handshake(
-        self, context: Any, auth: AuthServer, encode: Callable[[Any], bytes]
+        self, context: Any, auth: AuthServer, encode: Callable[[Any], bytes], *, is_joiner: bool
     ) -> None:
         """Run the handshake. Raises Denied, PeerError."""
         try:
             async with self._pending.step(lambda: auth.awaits):
-                while not auth.is_authenticated:
-                    answer = auth.receive(await _first(context, auth.awaits))
-                    if answer is not None:
+                message = await _first(context, auth.awaits)
+                if is_joiner:  # not before: a peer that still writes may not read a refusal
+                    self._joining.admit()
+                while True:
+                    if (answer := auth.receive(message)) is not None:
                         await context.write(encode(answer))
+                    if auth.is_authenticated:
+                        return
+                    message = await _first(context, auth.awaits)
         except OutOfTurn as wrong:
             raise PeerError(str(wrong)) from None
 
