@@ -56,7 +56,7 @@ class Agent:
         self._channel = open_channel(master.endpoint)
         self.stream = attend(self._channel)
         self.told: list[m.Order] = []
-        self.ended = asyncio.Event()
+        self.first_order, self.ended = asyncio.Event(), asyncio.Event()
 
     async def join(self, said: m.Hello) -> m.Welcome:
         answer = await enter(self.stream, said)
@@ -69,6 +69,7 @@ class Agent:
         with contextlib.suppress(LinkError):
             while (order := await self.stream.receive()) is not None:
                 self.told.append(order)
+                self.first_order.set()
         self.ended.set()
 
     async def close(self) -> None:
@@ -86,6 +87,7 @@ async def test_one_that_was_stopped_past_its_lease_says_nothing_more(
     with started(launch=MasterPlan(store=etcd_server.url), spec=HASTY) as first:
         old = Agent(first)
         was = await old.join(hello("n0", spec=HASTY))
+        await asyncio.wait_for(old.first_order.wait(), LIMIT)  # that last call has begun
         first.popen.send_signal(signal.SIGSTOP)
         await old.stream.send(m.Beat(1))
         await until_nobody_leads(etcd_server.url)

@@ -2,9 +2,9 @@
 
     ```python title="train.py"   a file
     ```console                   `$ ` begins a command, `> ` its next line, `^C` is the key; all
-                                 other lines are expected output, in this order. A number stands
-                                 for any number or id, `...` for any text. Other output may be
-                                 between.
+                                 other lines are expected output, those of one process in this
+                                 order. A number stands for any number or id, `...` for any text.
+                                 Other output may be between.
 
 Comments in the lines before a block mark it: `<!-- terminal: 2 -->` (default 1), `<!-- ends with: 1
 -->` (the exit code of its commands; default 0), `<!-- not run: REASON -->`. `<!-- files of: PAGE

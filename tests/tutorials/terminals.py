@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import pexpect
@@ -17,6 +18,10 @@ from tests.tutorials.pages import CTRL_C, blocks_of, pattern_of
 
 PROMPT = re.compile("\x1e(\\d+)\x1e")
 """What this bash prints in the place of a prompt: the exit code of the last command."""
+
+WRITER = re.compile(r"elasticrun(?: \w+)?: ")
+"""How lines of the agent (`elasticrun: `) and of the master begin; all others are of commands and
+ranks."""
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 
@@ -48,7 +53,8 @@ class Terminal:
             dimensions=(50, 200),
         )
         self._text = ""
-        self._read = 0  # expected lines have been found up to here
+        self._read: dict[str, int] = {}  # by writer: its expected lines are found up to here
+        self._floor = 0  # up to here they are of earlier commands
         self._changed = threading.Condition()
         self._reader = threading.Thread(target=self._collect, daemon=True)
         self._reader.start()
@@ -84,6 +90,8 @@ class Terminal:
 
     def type(self, words: str) -> None:
         """Type a command, or press a key."""
+        self._floor = max([self._floor, *self._read.values()])
+        self._read.clear()
         if words == CTRL_C:
             self._shell.sendintr()
             return
@@ -91,19 +99,26 @@ class Terminal:
         self._shell.sendline(f"{{ {words}\n}}" if "\n" in words else words)
 
     def expect(self, lines: list[str]) -> None:
-        """Wait until these lines have appeared, in this order, after those expected before."""
+        """Wait until these lines have appeared, after those expected before. Several processes
+        write here: only lines of the same one have an order."""
         for line in lines:
             pattern = pattern_of(line)
+            named = WRITER.match(line)
+            writer = named[0] if named else ""
+            after = self._read.get(writer, self._floor)
             self._until(
-                lambda pattern=pattern: pattern.search(self.shown(), self._read) is not None,  # type: ignore[misc]
-                lambda line=line: (  # type: ignore[misc]
+                partial(self._has, pattern, after),
+                lambda line=line, after=after: (  # type: ignore[misc]
                     f"terminal {self.name} has not shown: {line}\nit has shown:\n"
-                    f"{self.shown()[self._read :][-6000:]}"
+                    f"{self.shown()[after:][:3000]}\n[...]\n{self.shown()[after:][-3000:]}"
                 ),
             )
-            found = pattern.search(self.shown(), self._read)
+            found = pattern.search(self.shown(), after)
             assert found is not None
-            self._read = found.end()
+            self._read[writer] = found.end()
+
+    def _has(self, pattern: re.Pattern[str], after: int) -> bool:
+        return pattern.search(self.shown(), after) is not None
 
     def finish(self, code: int) -> None:
         """Wait until the last command has ended, and check its exit code."""

@@ -160,6 +160,7 @@ class _Attempt:
     monitors: Mapping[int, str] = field(default_factory=dict)
     logs: Mapping[int, RankLogs] = field(default_factory=dict)
     signalled: dict[int, int] = field(default_factory=dict)  # local rank -> last signal sent
+    starting: asyncio.Task[None] | None = None  # requests its ranks from the spawner
     is_started: bool = False  # its ranks were requested from the spawner
     called_off: bool = False  # stopped before its ranks were started
     kept: frozenset[int] = frozenset()  # local ranks still in their process of the last attempt
@@ -252,7 +253,7 @@ class Ranks:
         self._sent_us.clear()
         for local_rank, pid in attempt.pids.items():
             self._node.deliver(RankSpawned(local_rank, pid))
-        self._tasks.start(self._start(attempt, own), "starting the ranks")
+        attempt.starting = self._tasks.start(self._start(attempt, own), "starting the ranks")
 
     def _note_exited(self, later: _Attempt | None = None) -> None:
         """The newest ranks have exited, except those that `later` keeps."""
@@ -496,7 +497,11 @@ class Ranks:
     async def foresee(
         self, start: Start, own: Mapping[int, Mapping[str, str]], monitors: Mapping[int, str]
     ) -> list[spawning.SpawnStandby]:
-        """The orders for standbys of this later start; none if the files cannot be foreseen."""
+        """The orders for standbys of this later start; none if the files cannot be foreseen.
+        Returns after the newest ranks were requested: a standby that the spawner starts before them
+        would be taken for theirs."""
+        if self._attempt is not None and self._attempt.starting is not None:
+            await asyncio.wait([self._attempt.starting])
         environments = {
             rank: rank_environment(self._node, start, rank, os.environ, own[rank]) for rank in own
         }

@@ -287,6 +287,16 @@ async def test_a_rank_that_cannot_be_started_is_a_failure_of_its_own_kind(stage:
     assert (event.failure.kind, event.failure.message) == (FailureKind.SPAWN, "no such file")
 
 
+async def test_standbys_are_foreseen_once_the_ranks_are_ordered() -> None:
+    """The spawner would take a standby that it starts before the ranks for one of theirs."""
+    disk = HungDisk()
+    async with staged(disk) as stage:
+        stage.ranks.spawn(SpawnRanks(start(), 2), {}, {})
+        asyncio.get_running_loop().call_later(0.1, disk.go.set)
+        await stage.ranks.foresee(start(), {0: {}, 1: {}}, {0: "", 1: ""})
+        assert len(stage.orders.given) == 2
+
+
 async def test_ranks_that_wait_for_a_disk_can_be_called_off() -> None:
     disk = HungDisk()
     async with staged(disk) as stage:
