@@ -81,7 +81,9 @@ def test_a_machine_that_is_well_says_nothing(world: World) -> None:
 
 def found(monkeypatch, *findings: Finding) -> None:
     """Have the machine show these findings."""
-    monkeypatch.setattr(checkup, "checks", lambda _: [CheckFamily("planted", lambda: findings)])
+    monkeypatch.setattr(
+        checkup, "checks", lambda _: [CheckFamily("planted", lambda: findings, LIMIT)]
+    )
 
 
 @pytest.mark.parametrize(

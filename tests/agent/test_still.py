@@ -152,8 +152,12 @@ async def test_a_fork_server_that_cannot_be_started_yet_is_tried_again(
 async def test_an_agent_that_stood_still_gives_the_fork_server_another_limit(node: Node) -> None:
     os.kill(node.pid, signal.SIGSTOP)
     node.children[node.first.key].signal(0)
+    patience = node.server._answer_timer
+    step = patience._timer._handle
     threading.Event().wait(2 * spawner.ANSWER_LIMIT)  # the loop stands still, as on Ctrl-Z
-    await node.until(lambda: node.server._answer_timer._left > 0)  # it has looked
+    await node.until(lambda: patience._timer._handle is not step)  # it has looked
+    assert patience._left == spawner.ANSWER_LIMIT
+    patience._left = LIMIT  # the fork server may stand still for a while after this, too
     os.kill(node.pid, signal.SIGCONT)
     await node.until(lambda: node.server._answer_timer.is_set is False)
     assert not node.reasons

@@ -56,6 +56,7 @@ from elasticrun.master.outward.run_files import RunFiles, read
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import RoundName
 from tests import needs
+from tests.master.people import LIMIT
 
 ROW = IncidentRow(
     number=7,
@@ -97,7 +98,7 @@ def test_a_record_is_a_page_for_people_and_a_file_for_programs(tmp_path: Path) -
     files.over(result_of(end, Picture(status, incidents=(ROW,), goodput=goodput)))
     files.noted(Note("round 1 begins", "warning", number=1))
     files.formed("h:1")
-    files.close(10.0)
+    files.close(LIMIT)
     run = RunFolder(tmp_path / "run")
     names = ["error.txt", "events.jsonl", "incidents", "job.json", "result.json"]
     assert sorted(path.name for path in run.path.iterdir()) == names
@@ -170,7 +171,7 @@ async def test_the_first_step_of_a_job_shows_which_run_it_continues(
 ) -> None:
     """A later master's first step shows nothing: the job may have begun at step 0."""
     monkeypatch.setenv("ELASTICRUN_RUNS", str(tmp_path / "runs"))
-    monkeypatch.setattr("elasticrun.master.outward.outward.END_LIMIT", 240.0)
+    monkeypatch.setattr("elasticrun.master.outward.outward.END_LIMIT", LIMIT)
     same = {"program": ("script", "train.py"), "workdir": str(tmp_path)}
     old = RunFolder(make_run(tmp_path / "runs", "train", "00000001"))
     old.write_job(JobRecord(name="train", began=1.0, **same))
@@ -204,7 +205,7 @@ def test_people_are_told_in_a_line_of_each_once_the_ranks_run_again(
         msgspec.structs.replace(ROW, number=9, cause="preempted", ended=True),  # as it was told to
     ):
         files.filed(row)
-    files.close(10.0)
+    files.close(LIMIT)
     assert (tmp_path / "run-1" / "incidents" / "0007.md").is_file(), "a link to those of the logs"
     first = "rank 3 on node b failed (ValueError: bad)"
     assert [record.message for record in caplog.records] == [
@@ -218,7 +219,7 @@ def test_a_disk_that_refuses_is_told_once(tmp_path: Path, caplog: pytest.LogCapt
     files = RunFiles(lambda: _opened(tmp_path), "")
     files.filed(ROW)
     files.filed(ROW)
-    files.close(10.0)
+    files.close(LIMIT)
     assert len(caplog.records) == 1
     assert "cannot write to the run folder" in caplog.text
 
@@ -335,7 +336,7 @@ def test_a_step_is_a_row_where_rank_0_says_no_more(
     files.metrics(m.Metrics(RoundName(1, 1, "x"), ("loss", "lr"), rows, 7))
     files.stepped(1, 12)
     files.stepped(2, 13)
-    files.close(10.0)
+    files.close(LIMIT)
     told = [tuple(row.values())[1:] for row in _rows(tmp_path / "progress.csv")]
     assert told == [("0", "9", "", ""), ("1", "11", "0.5", ""), ("1", "12", "nan", "1")]
     assert "progress.csv is incomplete" in caplog.text
@@ -391,7 +392,7 @@ def test_a_command_reads_each_event_and_is_tried_again(tmp_path: Path) -> None:
     told = Notifier(command, "run17")
     told.put("incident", incident=msgspec.to_builtins(ROW))
     told._queue.put(None)
-    told._thread.join(20.0)
+    told._thread.join(LIMIT)
     first, second = (tmp_path / "told").read_text().splitlines()
     assert first == second, "it had failed the first time"
     event = json.loads(first)
@@ -408,13 +409,13 @@ def test_a_command_reads_each_event_and_is_tried_again(tmp_path: Path) -> None:
 def test_a_command_that_fails_is_told_once(
     command: str, why: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(notify, "LIMIT", 0.2)
+    monkeypatch.setattr(notify, "LIMIT", 0.2 if why == "longer than" else LIMIT)
     monkeypatch.setattr(notify, "PAUSE", 0.0)
     told = Notifier(command, "run17")
     told.put("end", exit_code=1, reason="no restart is left")
     told.put("end", exit_code=1, reason="no restart is left")
     told._queue.put(None)
-    told._thread.join(20.0)
+    told._thread.join(LIMIT)
     assert [why in record.message for record in caplog.records] == [True]
 
 
@@ -429,7 +430,7 @@ def test_a_verdict_is_told_to_a_command(tmp_path: Path) -> None:
     out.slow(FoundSlow("b", "node b is slow"))
     assert out._notifier is not None
     out._notifier._queue.put(None)
-    out._notifier._thread.join(20.0)
+    out._notifier._thread.join(LIMIT)
     lines = (tmp_path / "told").read_text().replace("}{", "}\n{").splitlines()
     events = [json.loads(line) for line in lines]
     *hangs, slow = events
@@ -455,7 +456,7 @@ def test_a_url_is_posted_to() -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         told = Notifier(f"http://127.0.0.1:{server.server_port}/hook", "run17")
         told.put("end", exit_code=0, reason="every rank exited with 0")
-        told.close(10.0)
+        told.close(LIMIT)
         server.shutdown()
     assert json.loads(came[0])["reason"] == "every rank exited with 0"
 
@@ -479,6 +480,6 @@ def test_what_is_no_answer_of_http_is_told_and_the_next_event_goes_out(
         told = Notifier(f"http://127.0.0.1:{server.getsockname()[1]}/hook", "run17")
         for _ in range(2):
             told.put("end", exit_code=0, reason="")
-        thread.join(20.0)
+        thread.join(LIMIT)
     assert len(came) == 2 * notify.TRIES
     assert [record.levelname for record in caplog.records] == ["WARNING"]

@@ -211,7 +211,8 @@ class ConsoleWriter:
 
     def _wait_for_reader(self, patience: float, since: float) -> bool:
         """Wait for a change. Returns False if nobody has read for `patience` seconds, or the
-        deadline has passed."""
+        deadline has passed. Time in which this process did not run counts only towards the
+        deadline: the reader may not have run either."""
         self._check_reader()
         now = time.monotonic()
         rest = patience if self._held else max(self._progress, since) + patience - now
@@ -219,7 +220,10 @@ class ConsoleWriter:
             rest = min(rest, self._deadline - now)
         if rest <= 0:
             return False
-        self._changed.wait(min(rest, patience / CHECKS))
+        pause = min(rest, patience / CHECKS)
+        self._changed.wait(pause)
+        if (late := time.monotonic() - now - pause) > 0:
+            self._progress = max(self._progress, since) + late
         return True
 
     def _check_reader(self) -> None:

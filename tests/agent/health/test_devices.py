@@ -35,6 +35,8 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[IO[str]]:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     monkeypatch.setattr(nvidia, "_DRIVER_FILES", (str(fifo),))
     monkeypatch.setattr(devices, "POLL", 0.05)
+    for limit in ("ANSWER_LIMIT", "FREE_LIMIT"):  # a child that stands still does not hang
+        monkeypatch.setattr(devices, limit, LIMIT)
     with os.fdopen(os.open(fifo, os.O_RDWR), "w") as events:  # nobody needs to read yet
         yield events
 

@@ -18,8 +18,10 @@ from tests.host.accelerators.standins import gpu, nvml
 
 AGENT = """
 import sys
+from elasticrun.agent.health import devices
 from elasticrun.host.accelerators import nvidia
 nvidia._DRIVER_FILES = (__file__,)
+devices.ANSWER_LIMIT = devices.FREE_LIMIT = 240.0  # a child that stands still does not hang
 from elasticrun.__main__ import main
 sys.exit(main())
 """

@@ -28,7 +28,8 @@ async def test_a_dial_that_hangs_is_given_up_for_the_new_place(monkeypatch) -> N
             await heard.until(lambda _: bool(heard.orders(Welcome)))
 
 
-async def test_a_session_that_stands_is_left_for_the_new_place() -> None:
+async def test_a_session_that_stands_is_left_for_the_new_place(monkeypatch) -> None:
+    monkeypatch.setattr("elasticrun.agent.link.session.ECHO_LIMIT", LIMIT)
     async with serving() as old, serving() as new:
         where = old.endpoint
         async with linked(where, OURS) as (link, heard):

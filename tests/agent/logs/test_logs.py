@@ -11,10 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from elasticrun.agent.logs import console as console_module
 from elasticrun.agent.logs.console import ConsoleWriter
 from elasticrun.agent.logs.output import KEPT_FOR, LogFolder, LogsUnusable, RankOutput, sweep
 from elasticrun.agent.logs.tail import MAX_LINE_BYTES, READ_BYTES, Reader, Tail
@@ -399,6 +401,23 @@ def test_a_console_that_thaws_says_how_many_lines_are_missing(pipes: Pipes) -> N
     assert console.close(LIMIT) == dropped
 
 
+def test_a_console_is_not_frozen_while_this_process_stands_still(pipes: Pipes, monkeypatch) -> None:
+    """Its reader may have been suspended with it."""
+    ahead = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0])
+    monkeypatch.setattr(console_module, "time", clock)
+    fill(pipes[0])
+    console = ConsoleWriter(pipes[0].into, capacity=1, patience=1.0)
+    putting = threading.Thread(target=console.put, args=([b"a\n", b"b\n", b"c\n"],))
+    putting.start()
+    await_true(lambda: console.is_awaited, "line that waits for room")
+    with console._changed:
+        ahead[0] = 3600.0
+    pipes[0].until(b"c\n")
+    putting.join(LIMIT)
+    assert console.close(LIMIT) == 0
+
+
 @pytest.mark.slow
 def test_a_slow_console_loses_nothing(pipes: Pipes) -> None:
     console = ConsoleWriter(pipes[0].into, capacity=10, patience=LIMIT)
@@ -479,7 +498,7 @@ def test_when_time_is_up_stderr_is_first(shown: Show, pipes: Pipes, caplog) -> N
     cut: list[int] = []
     ending = threading.Thread(target=lambda: cut.append(made.output.close(LIMIT)))
     ending.start()
-    made.output.hurry(3.0)
+    made.output.hurry(10.0)  # a busy machine may need seconds for stderr
     reader = SlowReader(pipes[0], 4096, 0.001)
     reader.start()
     await_true(lambda: pipes[0].seen.count(b"the cause") == 20_000, "all of stderr")

