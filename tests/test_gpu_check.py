@@ -105,6 +105,7 @@ def test_a_part_is_killed_at_its_limit_and_the_report_names_what_was_not_run(
     run.close()
 
 
+@further("test_a_folder_without_wheels_is_refused")
 @pytest.mark.slow
 def test_wheels_that_python_lacks_are_unpacked(tmp_path: Path) -> None:
     for name in ("absent_from_here", "msgspec"):

@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from elasticrun import run
 from elasticrun.launcher import LaunchConfig, LaunchError, elastic_launch
-from tests.further import cases
+from tests.further import cases, further
 from tests.harness import program
 
 pytestmark = pytest.mark.slow
@@ -193,6 +193,7 @@ def test_numbers_are_read_as_torch_reads_them(name: str, text: str) -> None:
         assert ours(text) == expected
 
 
+@further("test_a_failing_script_raises_once_and_leaves_an_error_file")
 def test_as_a_command(script: Path, tmp_path: Path) -> None:
     words = ("--nproc-per-node=2", str(script), str(tmp_path), "fail")
     done = program("-m", "elasticrun.run", *words)

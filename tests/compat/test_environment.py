@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.compat.pair import Case, Outcome, Pairs
-from tests.further import cases
+from tests.further import cases, further
 
 pytestmark = pytest.mark.slow
 
@@ -86,7 +86,7 @@ CASES = {
 }
 
 KEPT = (
-    *("two ranks", "no python", "virtual local rank", "a script's &", "restarts"),
+    *("two ranks", "no python", "restarts"),
     "two agents, static",
 )
 
@@ -191,7 +191,9 @@ def plain(outcome: Outcome, value: Any) -> Any:
     return [plain(outcome, item) for item in value] if isinstance(value, list) else value
 
 
-@pytest.mark.parametrize("name", ["one rank", "two ranks", "module", "no python"])
+@pytest.mark.parametrize(
+    "name", cases(["one rank", "two ranks", "module", "no python"], soaked=["module"])
+)
 def test_a_rank_inherits_no_descriptor_of_ours(pairs: Pairs, name: str) -> None:
     """torchrun's Popen closes all but the three; so must a fork."""
     theirs, ours = pairs(CASES[name])
@@ -206,6 +208,10 @@ def test_the_banner_about_threads(pairs: Pairs) -> None:
             assert ("OMP_NUM_THREADS" in outcome.stderr[0]) == said, (name, outcome.launcher)
 
 
+@further(
+    "agent/link/test_port_proxy::test_a_tcpstore_goes_through",
+    "test_every_variable_is_torchruns",
+)
 def test_a_user_port_serves_tcp_init(pairs: Pairs) -> None:
     """`init_method="tcp://127.0.0.1:<--master-port>"` works from two agents."""
     case = Case(

@@ -95,7 +95,7 @@ def test_ranks_have_the_cores_that_torchrun_gives_them(mode: str, tmp_path: Path
 
 @further(
     "test_ranks_of_numa_affinity_run_unbound_without_a_gpu",
-    "forkserver/test_ranks::test_ranks_whose_cores_are_not_found_cannot_be_started",
+    "forkserver/test_ranks::test_torch_names_the_cores_in_a_process_of_its_own",
 )
 @pytest.mark.parametrize("launch", ["fork", "exec"])
 def test_without_a_gpu_both_fail_and_say_what_torch_says(launch: str, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from elasticrun.testing.hosts import Lab
-from tests.further import cases
+from tests.further import further
 from tests.jobs.operator.test_operator import install
 from tests.jobs.render import kubeflow
 from tests.kubernetes.cluster import StandIn
@@ -57,9 +57,13 @@ def smaller(pod: Obj) -> None:
     container["workingDir"] = str(ROOT)
 
 
-@pytest.mark.parametrize(
-    "name", cases(["job.yaml", "elasticjob.yaml", "trainjob.yaml"], kept=["elasticjob.yaml"])
+@further(
+    "jobs/operator/test_whole::test_training_goes_on_whatever_is_deleted",
+    "e2e/test_examples::test_the_users_test_passes",
+    "e2e/test_examples::test_the_elastic_job_is_one",
+    "e2e/test_examples::test_files_are_what_render_prints",
 )
+@pytest.mark.parametrize("name", ["job.yaml", "elasticjob.yaml", "trainjob.yaml"])
 def test_a_file_trains_to_its_end(name: str, cluster: StandIn, tmp_path: Path) -> None:
     kubectl = cluster.client()
     objects = list(yaml.safe_load_all((ROOT / "examples/cluster" / name).read_text()))

@@ -32,10 +32,6 @@ Job = Callable[..., ElasticJob]
 
 
 @pytest.mark.slow
-@further(
-    "testing/test_plugin::test_the_ten_lines_of_the_readme",
-    "e2e/test_example_manifests::test_a_file_trains_to_its_end",
-)
 def test_the_users_test_passes() -> None:
     """Which pretrains, and loses a node."""
     words = ("-q", "-p", "no:cacheprovider", "-p", "no:randomly", "test_pretrain.py")
@@ -48,7 +44,7 @@ def test_the_users_test_passes() -> None:
 
 
 @further(
-    "e2e/test_example_manifests::test_a_file_trains_to_its_end",
+    "test_the_users_test_passes",
     "training/data/test_jobs::test_trainers_of_frameworks_use_each_sample_once",
 )
 @pytest.mark.parametrize("script", ["finetune_hf.py", "lightning_fit.py"])

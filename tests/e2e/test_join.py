@@ -57,6 +57,10 @@ def test_a_pasted_line_makes_this_machine_a_node(world: World) -> None:
     finish(pair, first, second)
 
 
+@further(
+    "test_a_pasted_line_makes_this_machine_a_node",
+    "agent/test_checkout::test_two_agents_of_a_host_run_one_checkout",
+)
 def test_a_machine_joins_a_job_whose_code_is_in_git(world: World) -> None:
     """It fetches the code for itself, where the command was typed if that folder is there."""
     needs.program("git", package="git")

@@ -20,8 +20,6 @@ ALONE = (
     *(("trainer",), ("light",), ("--late", "trainer"), ("--late", "light")),
 )
 TOGETHER = ("ddp", "compiled", "fsdp2")
-QUICK = ("ddp", "fsdp2")
-"""Without an import of the compiler in each of the lives."""
 NEEDS = {"trainer": ("transformers", "accelerate"), "light": ("lightning",)}
 
 
@@ -55,7 +53,7 @@ def skip_without(name: str) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    cases([QUICK, TOGETHER, ("checkpointer",), ("trainer",), ("light",)], kept=[QUICK]),
+    cases([("ddp",), TOGETHER, ("checkpointer",), ("trainer",), ("light",)], kept=[("ddp",)]),
     ids=" ".join,
 )
 def test_a_standby_trains_as_torchrun_does(runs: Runs, words: tuple[str, ...]) -> None:

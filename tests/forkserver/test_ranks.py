@@ -630,6 +630,7 @@ def test_an_older_torch_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None
         numa.cores("node", 0, may_fail=True)
 
 
+@further("test_torch_names_the_cores_in_a_process_of_its_own")
 def test_ranks_whose_cores_are_not_found_cannot_be_started(tmp_path: Path) -> None:
     """This machine's torch has no GPU, or torch finds no numactl."""
     entry = script(tmp_path / "s.py", "")

@@ -19,7 +19,7 @@ from elasticrun.config import EXIT_USAGE
 from elasticrun.jobs.verbs import shim
 from elasticrun.wire import env
 from tests import needs
-from tests.further import cases
+from tests.further import cases, further
 from tests.harness import Launched, World, await_true
 
 SHIM = [sys.executable, "-m", "elasticrun", "shim", "--"]
@@ -83,7 +83,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", cases(CALLS, kept=["torchrun", "module", "subprocess"]))
+@pytest.mark.parametrize("name", cases(CALLS, kept=["module", "subprocess"]))
 def test_each_call_is_elasticrun_and_ranks_are_as_without_the_shim(
     world: World, script: Path, name: str
 ) -> None:
@@ -103,6 +103,7 @@ def test_each_call_is_elasticrun_and_ranks_are_as_without_the_shim(
     assert not list(world.tmp.glob("elasticrun-shim-*"))
 
 
+@further("test_launchers")
 def test_launch_without_use_env_passes_the_local_rank(world: World, script: Path) -> None:
     words = ["-m", "torch.distributed.launch", "--nproc-per-node=2", str(script), "--use-env"]
     seen = ranks(world.command([*SHIM, sys.executable, *words]))
@@ -112,6 +113,10 @@ def test_launch_without_use_env_passes_the_local_rank(world: World, script: Path
     ]
 
 
+@further(
+    "test_each_call_is_elasticrun_and_ranks_are_as_without_the_shim",
+    "api/test_run::test_run_with_a_namespace",
+)
 def test_accelerate_launch_gets_elasticrun_in_its_process(world: World, script: Path) -> None:
     needs.packages("accelerate")
     words = ["--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no",

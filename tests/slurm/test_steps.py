@@ -43,7 +43,7 @@ def test_a_step_whose_ranks_fail(slurm: Slurm) -> None:
     assert "exitcode" in step.stderr
 
 
-@further("e2e/test_surroundings::test_two_jobs_on_one_host")
+@further("test_srun_of_several_nodes", "cli/detection/test_sources")
 def test_two_steps_of_one_job_at_once(slurm: Slurm) -> None:
     """On the same two machines, with bare commands: each is a job of its own."""
     step = f"srun --overlap --ntasks-per-node=1 elasticrun {PUPPET}"

@@ -10,6 +10,7 @@ import pytest
 from elasticrun.cli.detection.found import port_of_number
 from tests.cli.detection.environments import BATCH, CROWD, POD, SRUN
 from tests.compat.live import PUPPET, finish
+from tests.further import further
 from tests.harness import ELASTICRUN, PATIENT, World
 
 pytestmark = pytest.mark.slow
@@ -42,6 +43,11 @@ def step(node: int, job: int) -> dict[str, str]:
     }  # fmt: skip
 
 
+@further(
+    "test_a_node_of_another_job_is_refused_at_the_port",
+    "slurm/test_steps::test_srun_of_several_nodes",
+    "cli/detection/test_schedulers",
+)
 def test_srun_with_a_bare_command(world: World) -> None:
     """Two tasks find each other by what Slurm says; the first node's is the first rank's."""
     train = str(script(world))
@@ -114,6 +120,10 @@ def test_the_doctor_has_a_row(world: World) -> None:
     assert {"name": "nnodes", "value": "2", "source": "$SLURM_STEP_NUM_NODES"} in page["settings"]
 
 
+@further(
+    "test_what_an_operator_says_of_nodes_never_reaches_a_rank",
+    "cli/detection/test_schedulers::test_a_row_of_the_table",
+)
 def test_a_batch_script_is_one_node_and_one_line(world: World) -> None:
     train = str(script(world))
     done = world.launch(ELASTICRUN, "--nproc-per-node=2", train, env=BATCH)

@@ -18,6 +18,7 @@ from elasticrun.forkserver.standby.tracer import CLOCK, SHARE
 from elasticrun.wire.spawning import DropStandby, SpawnRank, SpawnStandby, StandbyIs, StandbyState
 from elasticrun.wire.types import EntryKind, Entrypoint
 from tests.forkserver.driver import Driver, forking, gone, script
+from tests.further import further
 from tests.harness import await_true
 
 pytestmark = pytest.mark.slow
@@ -249,6 +250,7 @@ def batch(tmp_path: Path) -> Iterator[Driver]:
         yield server
 
 
+@further("test_an_order_ends_the_pause_of_a_standby")
 def test_standbys_that_compete_with_ranks_use_a_tenth_of_a_core(
     batch: Driver, tmp_path: Path
 ) -> None:

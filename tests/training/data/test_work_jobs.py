@@ -79,6 +79,10 @@ def test_ranks_that_keep_their_process_take_work_again(
     assert Counter(chain(*surviving(out).values())) == EVERYTHING
 
 
+@further(
+    "test_each_sample_is_used_once_over_kills_and_resizes",
+    "snapshots/test_random_kills::test_killed_at_random_moments",
+)
 def test_a_job_that_is_started_again_goes_on_from_its_checkpoint(
     elastic_job: Any, out: Path, tmp_path: Path
 ) -> None:
@@ -96,6 +100,10 @@ def test_a_job_that_is_started_again_goes_on_from_its_checkpoint(
     assert Counter(chain(*surviving(out).values())) == EVERYTHING
 
 
+@further(
+    "test_each_sample_is_used_once_over_kills_and_resizes",
+    "sim/test_work_chaos::test_invariants_hold",
+)
 def test_without_a_checkpointer_nothing_is_left_out(elastic_job: Any, out: Path) -> None:
     """What a rank had begun and not finished is handed out again, and nothing else."""
     job = elastic_job(SCRIPT, out, "-", nproc_per_node=3, max_restarts=1)

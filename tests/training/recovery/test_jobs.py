@@ -126,6 +126,10 @@ def test_they_stay_while_nodes_join_and_die(elastic_job: Any, tmp_path: Path) ->
         assert {one["rank"] for one in entries} == {rank}
 
 
+@further(
+    "training/recovery/test_recovery::test_an_exception_of_its_own_is_raised",
+    "test_survivors_keep_their_process_and_the_weights_are_the_same",
+)
 def test_the_failure_of_a_rank_that_was_kept_is_named(elastic_job: Any, tmp_path: Path) -> None:
     run = Run(elastic_job, "fails", tmp_path / "run", 9, nproc_per_node=2, max_restarts=1)
     run.go_to(3)
@@ -158,6 +162,10 @@ def test_the_example_ends_with_the_same_weights_after_a_failure(
     assert len(set(pids)) == 1
 
 
+@further(
+    "training/recovery/test_recovery::test_a_wait_ends_when_the_round_is_over",
+    "test_a_hang_is_ended_without_a_new_process",
+)
 def test_a_rank_in_python_code_is_interrupted(elastic_job: Any, tmp_path: Path) -> None:
     run = Run(elastic_job, "loop", tmp_path / "run", 6, nproc_per_node=2, max_restarts=1)
     run.go_to(6)
