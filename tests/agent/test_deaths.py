@@ -385,6 +385,7 @@ def test_a_taken_master_port_is_one_sentence(world: World, web_server: int) -> N
     assert "Traceback" not in job.stderr
 
 
+@further("e2e/test_surroundings::test_a_port_that_a_connection_holds_for_a_moment")
 def test_the_port_is_free_again_when_the_command_returns(world: World) -> None:
     endpoint = f"--rdzv-endpoint=localhost:{free_port()}"
     for _ in range(2):

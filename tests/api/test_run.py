@@ -95,6 +95,7 @@ def test_a_failing_script_raises_once_and_leaves_an_error_file(
     assert message["errorCode"] == 1
 
 
+@further("test_elastic_launch_of_a_command", "test_main")
 def test_elastic_launch_of_a_script(script: Path, tmp_path: Path) -> None:
     config = LaunchConfig(1, 1, 2, run_id="me")
     results = elastic_launch(config, sys.executable)("-u", str(script), str(tmp_path), "x")

@@ -54,7 +54,7 @@ CASES = {
     ),
 }
 
-KEPT = ("tee both", "every life", "run id")
+KEPT = ("every life", "run id")
 
 
 def said(text: str) -> Counter[str]:
@@ -123,6 +123,7 @@ def test_ranks_of_several_digits(pairs: Pairs) -> None:
     ]
 
 
+@further("test_the_log_tree_is_the_same", "agent/logs/test_logs", "cli/test_resolve")
 def test_prefix_template_flag_of_2_14(pairs: Pairs) -> None:
     """`--log-line-prefix-template` beats the variable, knows ${hostname}; 2.13 lacks it."""
     case = chatty(

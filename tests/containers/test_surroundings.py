@@ -30,6 +30,10 @@ def test_a_small_dev_shm(box: Box, world: World) -> None:
     assert "/dev/shm has space for 64 MiB" in said
 
 
+@further(
+    "e2e/test_odd_hosts::test_no_home_and_no_entry_in_passwd",
+    "e2e/test_run_folder::test_a_home_that_cannot_be_written_to",
+)
 def test_nobody_on_a_root_that_cannot_be_written(box: Box, world: World) -> None:
     """A user with a number and no name, no $HOME, and nothing but /tmp to write to: no complaint,
     also when ranks start again."""
@@ -76,6 +80,7 @@ def test_no_room_for_snapshots_within_the_limit(box: Box, world: World) -> None:
     assert OOM not in said
 
 
+@further("testing/test_cgroups::test_a_node_that_is_given_less_time_as_it_runs", "cli/test_devices")
 def test_a_share_of_the_cores(box: Box, world: World) -> None:
     """One core's worth of time: as many ranks as that where the cores are to be counted, and a word
     about threads that are more."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.further import cases
+from tests.further import cases, further
 from tests.harness import COLD, ELASTICRUN, World, await_exit
 
 pytestmark = pytest.mark.slow
@@ -76,6 +76,10 @@ def test_a_ctrl_c_ends_it_at_once_and_names_it(world: World, script: Path) -> No
     assert await_exit([child]) == set()
 
 
+@further(
+    "e2e/test_lives::test_descendants_of_a_dead_rank",
+    "test_a_ctrl_c_ends_it_at_once_and_names_it",
+)
 def test_after_a_failure_it_is_ended_at_once(world: World, script: Path) -> None:
     launched = world.launch(ELASTICRUN, "--standalone", str(script), str(world.scratch), "3")
     assert launched.wait() == 1

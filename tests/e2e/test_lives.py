@@ -84,6 +84,10 @@ def test_no_orphan_of_an_agent_that_is_killed(
     world.nothing_left()
 
 
+@further(
+    "agent/test_deaths::test_kill_9_of_the_fork_server_restarts_the_job",
+    "core/scripts/spawner_dies.txt",
+)
 def test_the_fork_server_when_idle_ends_no_job(world: World) -> None:
     """Killed while the node waits for its peer: the node is still there when the peer comes."""
     port = free_port()

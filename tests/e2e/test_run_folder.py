@@ -15,6 +15,7 @@ import pytest
 
 from elasticrun.host.runs.index import all_runs, runs_root
 from elasticrun.host.runs.layout import RunFolder
+from tests.further import further
 from tests.harness import await_true, free_port, warm_server
 
 pytestmark = pytest.mark.slow
@@ -144,6 +145,7 @@ def test_the_same_folder_again(place: Path) -> None:
     assert RunFolder(place / "r/previous/1").job() == job
 
 
+@further("test_the_same_folder_again")
 def test_all_nodes_hear_that_the_job_has_succeeded(place: Path) -> None:
     """By the master of the one that has the folder: the other's is not there."""
     assert _run("--run-dir=r", "train.py").returncode == 0

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.compat.live import finish, summing
+from tests.further import cases
 from tests.harness import ELASTICRUN, PATIENT, SCRIPTS, Launched, World
 
 pytestmark = pytest.mark.slow
@@ -98,7 +99,7 @@ def test_status_says_why_none_is_ready_yet(elastic_job: Any, tmp_path: Path) -> 
         job.close()
 
 
-@pytest.mark.parametrize("whom", ["agent", "server"])
+@pytest.mark.parametrize("whom", cases(["agent", "server"], kept=["agent"]))
 def test_nothing_is_left_of_a_kill(world: World, whom: str) -> None:
     launched = job(world, "--max-restarts=1")
     first = summing(world, 2, restart=0)

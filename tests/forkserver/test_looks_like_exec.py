@@ -73,7 +73,6 @@ ENTRIES: dict[str, Callable[[Path], Entrypoint]] = {
 }
 
 SETTINGS = {
-    "PYTHONDEVMODE": "1",
     "PYTHONDONTWRITEBYTECODE": "1",
     "PYTHONINTMAXSTRDIGITS": "5000",
     "PYTHONIOENCODING": "latin-1:replace",
@@ -86,12 +85,15 @@ SETTINGS = {
 }
 """Of the interpreter, for the kind "settings": it starts with them, as the fork server does."""
 
-OF_KIND = {"settings": SETTINGS, "traced": {**SETTINGS, "PYTHONTRACEMALLOC": "2"}}
+OF_KIND = {
+    "settings": SETTINGS,
+    "traced": {**SETTINGS, "PYTHONDEVMODE": "1", "PYTHONTRACEMALLOC": "2"},
+}
 """Where every allocation is traced, an import of torch takes half a minute."""
 
 KEPT = [
     ("script", "fork"),
-    *((kind, "warm") for kind in ("module", "relative folder")),
+    ("module", "warm"),
     ("settings", "fork"),
 ]
 """What `make test` has: how a server came to be, and what kind of thing it runs, are two rules."""

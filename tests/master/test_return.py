@@ -260,7 +260,7 @@ def test_an_agent_that_stands_still_itself_replaces_none(world: World) -> None:
     assert "starting a new one" not in launched.stderr
 
 
-@pytest.mark.parametrize("wrong", ["folder", "certificate"])
+@pytest.mark.parametrize("wrong", cases(["folder", "certificate"], kept=["folder"]))
 def test_what_is_looked_at_before_a_job_starts_does_not_end_one_that_runs(
     world: World, wrong: str
 ) -> None:

@@ -149,6 +149,10 @@ def test_the_pod_with_the_master_comes_back_at_another_address(lab: Lab, world: 
     finish(again, *job.pods.values())
 
 
+@further(
+    "test_pods_come_and_go_and_come_back",
+    "e2e/test_surroundings::test_nodes_that_do_not_meet",
+)
 @pytest.mark.parametrize(
     "first", cases(["", ANY_ADDRESS], kept=[""]), ids=["", "any address can be bound"]
 )

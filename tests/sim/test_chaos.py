@@ -16,8 +16,8 @@ pytestmark = pytest.mark.slow
 SEEDS = 240
 CHECKED_SEEDS = 80
 FRESH_SEEDS = 1500
-BATCH = 20
-CHECKED = 10
+BATCH = 10
+CHECKED = 5
 """Worlds of one test: without and with the network check."""
 
 
@@ -76,9 +76,9 @@ def test_masters_die_in_the_middle_of_what_they_do() -> None:
     """The worlds above are not tame: most masters die at an act, and most are succeeded by one with
     a record."""
     lines = [line for seed in range(BATCH) for line in world(seed).lines]
-    assert sum("the master dies" in line for line in lines) > 10
-    assert sum("the record says" in line for line in lines) > 10
-    assert sum(", which is already running" in line for line in lines) > 2
+    assert sum("the master dies" in line for line in lines) > 5
+    assert sum("the record says" in line for line in lines) > 5
+    assert sum(", which is already running" in line for line in lines) > 1
 
 
 def test_a_seed_is_one_world() -> None:

@@ -16,7 +16,7 @@ from elasticrun.core.job.streams import Streams
 from elasticrun.core.persisted import Facts, RestartFacts
 from elasticrun.wire.messages import Order, Start
 from elasticrun.wire.types import RoundName, dumps, loads
-from tests.further import cases
+from tests.further import cases, further
 from tests.simulator.node import Node
 from tests.simulator.script import read, run
 from tests.simulator.world import Doom, World
@@ -186,7 +186,8 @@ def test_killed_at_every_moment(name: str, record: bool) -> None:
             check(world, scenario, record=record)
 
 
-@pytest.mark.parametrize("name", cases(BLIND, kept=["a rank fails"]))
+@further("test_killed_at_every_moment", "core/scripts/two_masters_die_between_fact_and_order.txt")
+@pytest.mark.parametrize("name", BLIND)
 def test_the_successor_is_killed_at_every_moment_too(name: str) -> None:
     scenario = SCENARIOS[name]
     acts = play(scenario).acts

@@ -103,6 +103,7 @@ def test_replicas_of_a_shard(training: Training) -> None:
     end(training)
 
 
+@further("test_a_majority_names_the_rank", "core/scripts/corruption_restart_then_exclude.txt")
 def test_training_returns_and_then_the_node_is_excluded(training: Training) -> None:
     """--on-corruption=restart, on three nodes."""
     job = begin(
@@ -131,7 +132,7 @@ def test_training_returns_and_then_the_node_is_excluded(training: Training) -> N
 
 @further(
     "core/scripts/corruption_over_a_master_death.txt",
-    "test_training_returns_and_then_the_node_is_excluded",
+    "test_a_majority_names_the_rank",
 )
 def test_a_new_master_knows_to_which_step_training_returns(training: Training) -> None:
     """The nodes tell it. The first step that it compares itself differs already."""

@@ -57,6 +57,7 @@ def test_a_test_without_the_fixture_sees_nothing_of_it(inner: Inner) -> None:
     assert "elastic_job" not in said
 
 
+@further("e2e/test_examples::test_the_users_test_passes")
 @pytest.mark.slow
 def test_the_ten_lines_of_the_readme(inner: Inner) -> None:
     """A team tests its training script against a dying node, and has a warm process of its own."""

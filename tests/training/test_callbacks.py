@@ -38,6 +38,7 @@ def results(world: World, script: str, dies_after: int, launcher: str) -> list[A
     return sorted(found, key=lambda result: int(result["rank"]))
 
 
+@further("training/data/test_jobs::test_trainers_of_frameworks_use_each_sample_once")
 def test_what_is_cut_off_skips_what_its_epoch_has_used(tmp_path: Path) -> None:
     """To the bit, up to the end of that epoch: data, optimizer, schedule and dropout."""
     script = Path(__file__).with_name("hf_in_two_parts.py")
@@ -50,10 +51,7 @@ def test_what_is_cut_off_skips_what_its_epoch_has_used(tmp_path: Path) -> None:
     assert told["part"][1] != told["whole"][1]
 
 
-@further(
-    "test_what_is_cut_off_skips_what_its_epoch_has_used",
-    "training/data/test_jobs::test_trainers_of_frameworks_use_each_sample_once",
-)
+@further("training/data/test_jobs::test_trainers_of_frameworks_use_each_sample_once")
 @pytest.mark.parametrize("script", cases(SCRIPTS_HERE, kept=["hf_trainer.py"]))
 def test_a_killed_rank_comes_to_the_same_weights(script: str, world: World) -> None:
     """The one that is never killed runs under torchrun too (`make soak`), where the callbacks work

@@ -18,7 +18,7 @@ from tests.harness import LIMIT, World, clean_environment, program
 from tests.training.ranks import Listener, listening, start_ranks
 
 
-@further("agent/workers/test_progress::test_the_master_hears_which_of_two_nodes_is_slow")
+@further("health/test_slow_nodes::test_a_straggler_is_swapped_for_a_spare")
 def test_the_slow_rank_has_the_longer_own_part(world: World, listener: Listener) -> None:
     ranks = start_ranks(world, listener, "60", "0.01", "1=0.2")
     fast, slow = listener.owns(4)

@@ -37,6 +37,7 @@ from elasticrun.wire.progress import (
 from elasticrun.wire.rpc.protobuf import report_to_wire
 from elasticrun.wire.types import RoundName
 from tests.agent.configs import node_context, start
+from tests.further import further
 from tests.harness import ELASTICRUN, PATIENT, SCRIPTS, World, await_true, free_port
 
 SAID = RankSteps(0, 1, 1, 0.5, 0.2, 0.3, Own.KNOWN)
@@ -364,6 +365,10 @@ def node_words(port: int) -> tuple[str, ...]:
     )
 
 
+@further(
+    "health/test_slow_nodes::test_a_straggler_is_swapped_for_a_spare",
+    "core/scripts/straggler_replaced_by_spare.txt",
+)
 def test_the_master_hears_which_of_two_nodes_is_slow(world: World, tmp_path: Path) -> None:
     """Real agents, ranks on gloo; the reports as they stand in the master's trace."""
     port = free_port()

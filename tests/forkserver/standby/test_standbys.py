@@ -18,7 +18,7 @@ from elasticrun.forkserver.standby.tracer import CLOCK, SHARE
 from elasticrun.wire.spawning import DropStandby, SpawnRank, SpawnStandby, StandbyIs, StandbyState
 from elasticrun.wire.types import EntryKind, Entrypoint
 from tests.forkserver.driver import Driver, forking, gone, script
-from tests.further import further
+from tests.further import cases, further
 from tests.harness import await_true
 
 pytestmark = pytest.mark.slow
@@ -212,7 +212,7 @@ print(random.random(), torch.rand(1).item(), os.getpid())
 """
 
 
-@pytest.mark.parametrize("idle", [False, True])
+@pytest.mark.parametrize("idle", cases([False, True], kept=[False]))
 def test_nothing_tells_a_rank_that_it_was_a_standby(
     server: Driver, tmp_path: Path, idle: bool
 ) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.further import cases
+from tests.further import further
 from tests.jobs.operator.test_operator import USER, Operator, install
 from tests.kubernetes.cluster import StandIn
 from tests.kubernetes.real import standin_only
@@ -45,7 +45,11 @@ def whole(pods: list[Obj]) -> bool:
     return len(running) == JOBS * (NODES + 1) == len(places(running))
 
 
-@pytest.mark.parametrize("seed", cases(range(5), kept=[0]))
+@further(
+    "jobs/operator/test_whole::test_training_goes_on_whatever_is_deleted",
+    "jobs/operator/test_nodes",
+)
+@pytest.mark.parametrize("seed", range(5))
 def test_every_job_is_whole_in_the_end(tmp_path: Path, seed: int) -> None:
     cluster = StandIn(tmp_path, hollow=True, workloads=False, seed=seed)
     with contextlib.ExitStack() as stack:

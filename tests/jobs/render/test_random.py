@@ -67,7 +67,7 @@ def wishes(draw: st.DrawFn) -> tuple[list[str], str, dict[str, str], list[str]]:
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(20), deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(wishes(), st.sampled_from(("k8s", "jobset")))
 def test_any_wish_is_a_valid_manifest(
     wish: tuple[list[str], str, dict[str, str], list[str]], target: str

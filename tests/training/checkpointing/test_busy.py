@@ -212,7 +212,7 @@ if wait != "end":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wait", cases(["close", "end", "neither"], soaked=["close"]))
+@pytest.mark.parametrize("wait", cases(["close", "end", "neither"], kept=["end"]))
 def test_the_last_save_of_torch_is_there_or_its_lack_is_said(tmp_path: Path, wait: str) -> None:
     done = program("-c", LAST, str(tmp_path), wait)
     assert not done.returncode, done.stderr
