@@ -73,6 +73,7 @@ class _Open:
     verdict: VerdictRow | None = None
     found: tuple[str, ...] = ()
     ended: bool = False  # the job ended
+    is_tentative: bool = False  # not shown yet: a node left on request, and the others may too
     is_training: bool = False  # training continues
 
     def begin_phase(self, phase: str, now: float) -> None:
@@ -120,7 +121,8 @@ class _Open:
 
 class Incidents:
     """The incidents of a job. At most one is open: from what ended a round until training
-    continues, or the job ends."""
+    continues, or the job ends. If a node leaves on request, the incident is shown once the other
+    nodes have stopped: if they leave too before that, the job ends on request, without incident."""
 
     def __init__(self, ctx: JobContext) -> None:
         self._ctx = ctx
@@ -149,7 +151,8 @@ class Incidents:
             own = report.round.number == one.round
             if own and (report.rank == one.origin.rank or not one.last_lines):
                 one.last_lines = report.text
-                self._file(one.row(self._ctx.now, over=False))
+                if not one.is_tentative:
+                    self._file(one.row(self._ctx.now, over=False))
         elif self._ended and self._rows:  # the job ended before they arrived
             began, row = self._rows[-1]
             if report.rank == row.rank and report.round.number == row.round:
@@ -167,6 +170,7 @@ class Incidents:
             one.awaited.discard(node)
             if not one.awaited:
                 one.begin_phase("gather", now)
+                self._show(one)
         elif isinstance(report, m.Running | m.Finished) and one.phase == "spawn":
             one.awaited.discard(node)
             if not one.awaited:
@@ -225,6 +229,7 @@ class Incidents:
             one.restored = -1 if restore is None else restore.step
             one.awaited = set(round_.members)
             one.begin_phase("spawn", self._ctx.now)
+            self._show(one)
         self._known_out = out
 
     def settle(self, last_state: Callable[[], LastState]) -> None:
@@ -235,6 +240,7 @@ class Incidents:
             self._job_ended(ctx.outcome, last_state)
         elif one is not None and one.phase == "stop" and not ctx.rdzv.awaits_survivors:
             one.begin_phase("gather", ctx.now)
+            self._show(one)
 
     def downtime(self) -> Mapping[str, float]:
         """Seconds without training so far, by cause. An open incident counts only until all ranks
@@ -250,7 +256,7 @@ class Incidents:
         """All incidents, the newest last."""
         now = self._ctx.now
         rows = [replace(row, age=max(0.0, now - began)) for began, row in self._rows]
-        if self._open is not None:
+        if self._open is not None and not self._open.is_tentative:
             rows.append(self._open.row(now, over=False))
         return tuple(rows[-MAX_INCIDENTS:])
 
@@ -273,6 +279,8 @@ class Incidents:
             since=now,
             awaited=self._members(),
             found=tuple(self._found),
+            # an earlier master has shown its incidents
+            is_tentative=origin.cause == "preempted" and not round_.is_inherited,
         )
         spent = {
             "detect": last_state.quiet - last_state.left or origin.silent,
@@ -286,7 +294,14 @@ class Incidents:
             one.last_lines = ctx.restarts.window.failures[0].traceback[-MAX_CHARS:]
         if last_state.verdict is not None or origin.cause == "hang":
             one.stacks = last_state.stacks[:MAX_STACKS]
-        self._file(one.row(now, over=False))
+        if not one.is_tentative:
+            self._file(one.row(now, over=False))
+
+    def _show(self, one: _Open) -> None:
+        """The other nodes stay: show the incident if it is not shown yet."""
+        if one.is_tentative:
+            one.is_tentative = False
+            self._file(one.row(self._ctx.now, over=False))
 
     def _members(self) -> set[str]:
         last = self._ctx.rdzv.last
@@ -325,8 +340,10 @@ class Incidents:
         self._ended = True
         reason = read(outcome.reason, outcome.code)
         failed = failure_in(reason)
+        left = not self._ctx.membership.present  # all nodes left on request: no failure
+        if left and self._open is not None and self._open.is_tentative:
+            self._open = None
         if self._open is None:
-            left = not self._ctx.membership.present  # all nodes left on request: no failure
             if outcome.exit_code == EXIT_OK or self._ctx.round is None or left:
                 return
             assert reason is not None

@@ -137,13 +137,35 @@ def test_a_rank_of_another_node_that_ended_early_is_named(*, all_of_the_node: bo
     assert f"{who} had exited with 0" in master.job.status().outcome
 
 
-def test_a_job_whose_nodes_were_told_to_leave_has_no_incident() -> None:
-    master = Master()
+@pytest.mark.parametrize("min_nodes", [1, 2])
+def test_a_job_whose_nodes_were_told_to_leave_has_no_incident(min_nodes: int) -> None:
+    """One after the other: the first one begins the job's end."""
+    master = Master(replace(SPEC, min_nodes=min_nodes))
     trains(master, 40)
+    filed_ever: list[fx.JobEffect] = []
     for session in (1, 2):
         master.hear(session, m.Leaving("received SIGINT", 2))
+        filed_ever += [one for one in master.effects if isinstance(one, fx.Filed)]
+        assert not master.job.picture().incidents
     assert master.job.status().outcome == "all nodes were ordered to leave"
-    assert not [one for one in master.job.picture().incidents if one.cause not in ("preempted",)]
+    assert not filed_ever
+
+
+def test_a_node_that_is_told_to_leave_is_an_incident_once_the_others_have_stopped() -> None:
+    """They form the next round, or wait for nodes; also where they are told to leave later."""
+    master = Master()
+    name = trains(master, 40)
+    master.hear(1, m.Leaving("received SIGINT", 2))
+    master.now += 1.0
+    master.both(m.Stopping(name, 30.0), m.Stopped(name))
+    assert [(one.name, one.seconds) for one in filed(master).phases[:1]] == [("stop", 1.0)]
+    master.hear(2, m.Join(Endpoint("10.0.0.2", 4001)))
+    (row,) = master.job.picture().incidents
+    assert (row.number, row.cause, row.over) == (1, "preempted", False)
+    master.hear(2, m.Leaving("received SIGINT", 2))
+    row = filed(master)
+    assert (row.number, row.over) == (1, True)
+    assert row.decision == "the job ends with code 1: all nodes were ordered to leave"
 
 
 def test_the_only_node_of_a_job_that_is_told_to_leave_is_no_incident() -> None:
@@ -236,8 +258,9 @@ def test_a_lost_node_counts_from_its_last_word() -> None:
 
 def test_nodes_that_leave_or_come_are_no_failures() -> None:
     master = Master(replace(SPEC, min_nodes=1))
-    master.running()
+    name = master.running()
     master.hear(2, m.Leaving("received SIGTERM", 15))
+    master.both(m.Stopped(name))
     assert filed(master).cause == "preempted"
     grown = Master(replace(SPEC, min_nodes=1, last_call_timeout=0.0, grow_cooldown=0.0))
     grown.feed(fx.Attached(1, hello("a")))
