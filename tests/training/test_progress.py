@@ -13,14 +13,14 @@ import pytest
 from elasticrun.training import reporting
 from elasticrun.training.reporting import ProgressReporter
 from elasticrun.wire.progress import Own, RankQuiet, RankRows, place
+from tests import needs
 from tests.further import further
-from tests.harness import LIMIT, World, clean_environment, program
+from tests.harness import LIMIT, Launched, World, clean_environment, program
 from tests.training.ranks import Listener, listening, start_ranks
 
 
-@further("health/test_slow_nodes::test_a_straggler_is_swapped_for_a_spare")
-def test_the_slow_rank_has_the_longer_own_part(world: World, listener: Listener) -> None:
-    ranks = start_ranks(world, listener, "60", "0.01", "1=0.2")
+def check_own_parts(ranks: list[Launched], listener: Listener) -> None:
+    """Rank 1 has twenty times more to do in each step than rank 0."""
     fast, slow = listener.owns(4)
     assert [rank.wait() for rank in ranks] == [0, 0]
     # of several, those in which no rank stood still for reasons of its own
@@ -28,6 +28,19 @@ def test_the_slow_rank_has_the_longer_own_part(world: World, listener: Listener)
     assert min(one.waited for one in slow) < max(one.waited for one in fast)
     for said in (fast, slow):  # the whole step, which the slow rank makes long
         assert max(one.own + one.waited for one in said) >= 0.1
+
+
+@further("health/test_slow_nodes::test_a_straggler_is_swapped_for_a_spare")
+def test_the_slow_rank_has_the_longer_own_part(world: World, listener: Listener) -> None:
+    check_own_parts(start_ranks(world, listener, "60", "0.01", "1=0.2"), listener)
+
+
+def test_the_own_part_with_a_backend_that_does_not_record_itself(
+    world: World, listener: Listener
+) -> None:
+    """As NCCL is since torch 2.15: a hook records its collectives."""
+    needs.hooked_backends()
+    check_own_parts(start_ranks(world, listener, "60", "0.01", "1=0.2", "stored"), listener)
 
 
 @further("training/test_recorder::test_the_ring_is_small_only_where_no_accelerator_is")
