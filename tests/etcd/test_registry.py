@@ -47,7 +47,11 @@ def leader(holder: str, port: int) -> bytes:
     return LeaderKey("127.0.0.1", port, holder, "nonce").to_bytes()
 
 
-def test_one_candidate_at_a_time_and_the_next_when_it_has_left(etcd_server: EtcdServer) -> None:
+def test_one_candidate_at_a_time_and_the_next_when_it_has_left(
+    etcd_server: EtcdServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registries, "CANDIDATE_TTL", 600)  # no stall outlasts it
+
     async def run() -> None:
         async with registry(etcd_server) as one:
             assert await one.read(served=False) == VACANT

@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
+from unittest.mock import patch
 
+from elasticrun.agent import warm as agents_warm
 from elasticrun.agent.warm import WarmChild, ask, start as start_warm
 from elasticrun.testing import processes
 from elasticrun.wire import spawning as sp
@@ -119,7 +121,8 @@ class Driver(Conversation):
         self.process: Any
         forked = None
         if warm is not None:
-            forked = ask(warm, environ, ignored)
+            with patch.object(agents_warm, "ANSWER_LIMIT", LIMIT):
+                forked = ask(warm, environ, ignored)
             assert forked is not None, "the warm process refused; LOGLEVEL=INFO says why"
         elif launch == "auto" and configure and not cold:
             forked = _of_the_run(environ, ignored)

@@ -681,7 +681,7 @@ def test_tools_see_the_script(server: Driver, tmp_path: Path, length: int) -> No
         assert process.name().startswith("python")
         assert process.environ()["A_WORD"] == "seen"
         assert processes.command(server.process.pid) == "elasticrun: fork server"
-        pattern = f"{tmp_path.name}.*train_me.py.*--name {word[:10]}"
+        pattern = f"{tmp_path}.*train_me.py.*--name {word[:10]}"  # of this run of the tests alone
         found = subprocess.run(["pkill", "-KILL", "-f", pattern], timeout=LIMIT, check=False)
         assert found.returncode == 0
         assert server.exited(key).code == -9

@@ -198,6 +198,7 @@ ASK = (
     "logging.basicConfig(level='INFO', stream=sys.stdout, format='%(message)s', force=True)\n"
     "from elasticrun.agent import warm\n"
     "from elasticrun.host.log import logger\n"
+    "warm.ANSWER_LIMIT = float(sys.argv[2]) if sys.argv[2:] else warm.ANSWER_LIMIT\n"
     "logger.setLevel('INFO'); logger.propagate = True\n"
     "print('served' if warm.ask(pathlib.Path(sys.argv[1]), os.environ, ()) else 'refused')\n"
 )
@@ -208,7 +209,7 @@ def test_who_differs_is_told_in_what(place: Path, case: str) -> None:
     shell, more, sentence = REFUSED[case]
     tail = f"{shell} " if shell.startswith("exec") else f"{shell or ':'}; exec "
     done = subprocess.run(
-        ["sh", "-c", f'{tail}"$@"', "sh", sys.executable, "-c", ASK, str(place)],
+        ["sh", "-c", f'{tail}"$@"', "sh", sys.executable, "-c", ASK, str(place), str(LIMIT)],
         env=plain_environment(**more), capture_output=True, text=True, timeout=LIMIT,
     )  # fmt: skip
     if sentence and "Operation not permitted" in done.stderr:
@@ -257,6 +258,14 @@ def test_what_is_no_request_is_hung_up_on(place: Path) -> None:
 # ---------------------------------------------------------------- the command, and its end
 
 
+COMMAND = (
+    "import sys; from elasticrun.agent import warm; from elasticrun.cli import main; "
+    "from elasticrun.cli.verbs import warm as verb; "
+    f"warm.ANSWER_LIMIT = verb.ANSWER_LIMIT = {LIMIT}; sys.exit(main.main(sys.argv[1:]))"
+)
+"""elasticrun, to which a warm process may answer as late as it likes."""
+
+
 def test_the_command(tmp_path: Path) -> None:
     env = plain_environment(XDG_RUNTIME_DIR=str(tmp_path))
     for name in ("ELASTICRUN_WARM_SERVER", "OMP_NUM_THREADS"):
@@ -264,7 +273,7 @@ def test_the_command(tmp_path: Path) -> None:
 
     def run(*words: str, code: int = 0, mask: int = 0o022) -> str:
         before = os.umask(mask)
-        done = ran("warm", *words, env=env)
+        done = program("-c", COMMAND, "warm", *words, env=env)
         os.umask(before)
         assert done.returncode == code, done.stderr
         return done.stdout + done.stderr

@@ -40,8 +40,13 @@ def test_a_node_turns_bad_while_it_trains(health: Health, tmp_path: Path) -> Non
     assert "GPU 3 fell off the bus" in health.shown()
     health.goes_on(alone)
     (folder,) = job.run_folders
-    incidents = [json.loads(one.read_text()) for one in (folder / "incidents").glob("*.json")]
-    (found,) = [one for one in incidents if one["node"] == "node1"]
+
+    def written() -> list[dict[str, str]]:
+        incidents = [json.loads(one.read_text()) for one in (folder / "incidents").glob("*.json")]
+        return [one for one in incidents if one["node"] == "node1"]
+
+    await_true(written, "incident of node 1")
+    (found,) = written()
     assert found["cause"] == "node_lost"
     assert "GPU 3 fell off the bus" in found["sentence"]
     health.finish(0, EXCLUDED)

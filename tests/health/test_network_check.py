@@ -65,7 +65,7 @@ def test_a_bad_node(health: Health, name: str) -> None:
     listed = health.listed()
     assert (listed.node, listed.kind) == (f"node{bad}", "failed")
     # a node that came late was checked afterwards, and `status` shows the newest check
-    assert re.search(rf"network check of \d nodes .*: node{bad} failed", health.said())
+    health.told(rf"network check of \d nodes .*: node{bad} failed")
     health.finish(*[0] * bad, 75)
     assert health.trained() == set(range(bad))
 

@@ -43,7 +43,7 @@ UNHURRIED: Mapping[str, int] = {
 """A transport that hangs up on nobody for standing still, as the process of the tests does now and
 then: it would be the peer of its own streams that is silent."""
 
-SPEC = m.JobSpec("job", 1, 2, 1, 3, 30.0, 0.0, 600.0, 30.0, 5.0, "auto", 600.0, 30.0, 600.0)
+SPEC = m.JobSpec("job", 1, 2, 1, 3, 30.0, 0.0, 600.0, 30.0, 60.0, "auto", 600.0, 30.0, 600.0)
 ROUND = RoundName(1, 1, "0badcafe")
 
 

@@ -30,8 +30,8 @@ def test_it_is_there_with_the_master_and_goes_with_it(world: World, tmp_path: Pa
     (url,) = re.findall(r"TensorBoard of .*: (\S+)", told)
     with urllib.request.urlopen(url, timeout=60) as page:
         assert page.status == 200
+    until_file(run / "job.json", lambda text: url in text)
     assert f"tensorboard: {url}\n" in status_of(env=world.environment())
-    assert url in (run / "job.json").read_text()
 
     def shows() -> psutil.Process:
         (found,) = [one for one in job.below() if "outward.tensorboard" in " ".join(one.cmdline())]

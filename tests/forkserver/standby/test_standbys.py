@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import pytest
 
 from elasticrun.forkserver.standby.reads import RACY_NS
 from elasticrun.forkserver.standby.tracer import CLOCK, SHARE
+from elasticrun.testing.processes import children, command
 from elasticrun.wire.spawning import DropStandby, SpawnRank, SpawnStandby, StandbyIs, StandbyState
 from elasticrun.wire.types import EntryKind, Entrypoint
 from tests.forkserver.driver import Driver, forking, gone, script
@@ -66,7 +68,14 @@ class Life:
         return self.out.read_text()
 
     def states(self) -> list[StandbyState]:
-        return [m.state for m in self.server.all_of(StandbyIs) if m.key == self.key]
+        return [m.state for m in self._messages()]
+
+    def ended(self) -> str:
+        """Why it is no standby any more: the path that has changed, say."""
+        return self._messages()[-1].detail
+
+    def _messages(self) -> list[StandbyIs]:
+        return [m for m in self.server.all_of(StandbyIs) if m.key == self.key]
 
 
 LISTS = "print(sorted(os.listdir(OUTSIDE)))"
@@ -124,7 +133,7 @@ def test_what_it_has_read_is_validated(
     change(life.outside)
     assert life.start() == printed + "\n"
     end = StandbyState.ACTIVE if change is _nothing else StandbyState.CHANGED
-    assert life.states()[-1] is end
+    assert life.states()[-1] is end, life.ended()
 
 
 @pytest.mark.parametrize(
@@ -165,7 +174,7 @@ def test_an_effect_waits_for_the_rank(server: Driver, tmp_path: Path, text: str,
     assert [each.name for each in life.outside.iterdir()] == ["there"]
     assert life.start() == "done\n"
     assert [each.name for each in life.outside.iterdir()] != ["there"]
-    assert life.states()[-1] is StandbyState.ACTIVE
+    assert life.states()[-1] is StandbyState.ACTIVE, life.ended()
 
 
 @pytest.mark.parametrize(
@@ -185,7 +194,7 @@ def test_the_script_reads_no_time_of_the_past(server: Driver, tmp_path: Path, te
     assert life.parked() == CLOCK
     before = time.time()
     assert float(life.start()) >= before
-    assert life.states()[-1] is StandbyState.ACTIVE
+    assert life.states()[-1] is StandbyState.ACTIVE, life.ended()
 
 
 SELF = """
@@ -219,7 +228,7 @@ def test_nothing_tells_a_rank_that_it_was_a_standby(
     life = Life(server, tmp_path, SELF, idle=idle)
     assert life.parked() == "openat"
     about, drawn = life.start().splitlines()
-    assert life.states()[-1] is StandbyState.ACTIVE
+    assert life.states()[-1] is StandbyState.ACTIVE, life.ended()
     forked, drawn_later = life.start().splitlines()
     assert json.loads(about) == json.loads(forked)
     assert not set(drawn.split()) & set(drawn_later.split())
@@ -277,7 +286,7 @@ def test_an_order_ends_the_pause_of_a_standby(batch: Driver, tmp_path: Path) -> 
 
     await_true(is_paused, "pause after the computation")
     assert life.start() == "went on\n"
-    assert life.states()[-1] is StandbyState.ACTIVE
+    assert life.states()[-1] is StandbyState.ACTIVE, life.ended()
 
 
 def _cpu_time(pids: tuple[int, int]) -> float:
@@ -327,12 +336,21 @@ def test_nothing_outlives_the_fork_server(tmp_path: Path, how: str) -> None:
 
 
 def _processes(server: Driver) -> tuple[int, int]:
-    """The standby and the tracer."""
-    below = psutil.Process(server.process.pid).children()
-    (tracer,) = (each.pid for each in below if " ".join(each.cmdline()) == TRACER)
-    status = {each.pid: Path(f"/proc/{each.pid}/status").read_text() for each in below}
-    (standby,) = (pid for pid, text in status.items() if f"TracerPid:\t{tracer}" in text)
-    return standby, tracer
+    """The standby and the tracer; those of earlier tests may be about to end."""
+    found: list[tuple[int, int]] = []
+
+    def alone() -> bool:
+        found.clear()
+        below = {pid: command(pid) for pid in children(server.process.pid)}
+        tracers = [pid for pid, words in below.items() if words == TRACER]
+        for pid in below:
+            with contextlib.suppress(OSError):
+                status = Path(f"/proc/{pid}/status").read_text()
+                found.extend((pid, each) for each in tracers if f"TracerPid:\t{each}\n" in status)
+        return len(found) == 1
+
+    await_true(alone, "one standby alone")
+    return found[0]
 
 
 def test_a_later_standby_takes_the_place_of_an_earlier_one(server: Driver, tmp_path: Path) -> None:
