@@ -78,7 +78,7 @@ def several_hosts(*, lines: bool = False) -> None:
 
 def namespaces(*apart: str) -> None:
     """Require private namespaces, given as options of unshare."""
-    if why := _why_not(("unshare", *apart)):
+    if why := why_not(("unshare", *apart)):
         lacking(f"no namespaces ({' '.join(apart)}) here: {why}")
 
 
@@ -87,7 +87,7 @@ def tmpfs(folder: Path, size: str) -> tuple[str, ...]:
     folder. Only the command sees it, it disappears with the command, and the command keeps the
     pid."""
     before = ("unshare", "-rm", "sh", "-c", _MOUNT.format(size=size), str(folder))
-    if why := _why_not(before):
+    if why := why_not(before):
         lacking(f"no tmpfs can be mounted in a namespace here: {why}")
     return before
 
@@ -121,7 +121,7 @@ def freezer() -> Iterator[Callable[[int], None]]:
 
 
 @functools.cache
-def _why_not(before: tuple[str, ...]) -> str:
+def why_not(before: tuple[str, ...]) -> str:
     """Why no command can run with this prefix, "" if one can."""
     try:
         done = subprocess.run(

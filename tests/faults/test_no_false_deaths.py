@@ -284,6 +284,8 @@ def test_a_log_folder_that_is_frozen(counting: Counting, tmp_path: Path, seconds
 @contextmanager
 def volume(scratch: Path) -> Iterator[Path]:
     """A small file system that can be frozen; skips the test where none is."""
+    needs.program("mkfs.ext4", package="e2fsprogs")
+    needs.program("umount", package="mount")
     image, folder = scratch / "volume.img", scratch / "volume"
     folder.mkdir()
     with image.open("wb") as file:
@@ -292,7 +294,6 @@ def volume(scratch: Path) -> Iterator[Path]:
         ["mkfs.ext4", "-q", "-F", str(image)],
         ["mount", "-o", "loop", str(image), str(folder)],
     ):
-        needs.program(command[0], package="e2fsprogs, mount")
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             pytest.skip(f"this host does not let us mount: {done.stderr.strip()}")

@@ -42,6 +42,7 @@ from elasticrun.wire.spawning import (
     Swept,
 )
 from elasticrun.wire.types import EntryKind, Entrypoint
+from tests import needs
 from tests.forkserver.driver import (
     LIMIT,
     Driver,
@@ -669,6 +670,7 @@ WAIT = "import sys, time\nopen(sys.argv[1], 'w').write('on\\n')\nwhile True:\n  
 
 @pytest.mark.parametrize("length", [10, 5000], ids=["in place", "longer than the old one"])
 def test_tools_see_the_script(server: Driver, tmp_path: Path, length: int) -> None:
+    needs.program("pkill", package="procps")
     entry = script(tmp_path / "train_me.py", WAIT)
     word = "x" * length
     with fifo(tmp_path / "said") as said:

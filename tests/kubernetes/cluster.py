@@ -284,6 +284,7 @@ class StandIn:
         """A node that is ready; its pods are processes in namespaces, which takes root."""
         needs.namespaces("--mount", "--uts")
         needs.program("setpriv", package="util-linux")
+        needs.program("nsenter", package="util-linux")
         room = {"cpu": str(cpu), "memory": "256Gi", "pods": "110", "nvidia.com/gpu": str(gpus)}
         labels = {"kubernetes.io/hostname": name, **(labels or {})}
         ready = {"type": "Ready", "status": "True", "reason": "KubeletReady"}

@@ -83,6 +83,7 @@ def nanogpt_first(folder: Path, start: Start) -> None:
 
 def clm_first(folder: Path, start: Start) -> None:
     """A tokenizer, the arguments as a file, and a short run as above."""
+    needs.packages("tokenizers", "transformers")
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
