@@ -6,12 +6,16 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from tests.fidelity.runner import COMPARED, MODES, Case, Ran, Records, Runs
+from tests.harness import LIMIT
 
 MISSING = "(missing)"
 
@@ -65,12 +69,31 @@ def _descriptors(theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
     return rest(theirs, connected=connected) == rest(ours, connected=connected)
 
 
-def _checkpointers(*names: str) -> Callable[[Any, Any], bool]:
-    """Theirs has these beside ours: under torchrun a Checkpointer saves by torch's API."""
-    return lambda theirs, ours: (
-        [word for word in theirs if not any(name in str(word) for name in names)]
-        == [word for word in ours if not any(name in str(word) for name in names)]
+def _saving_threads(theirs: list[Any], ours: list[Any]) -> bool:
+    """Theirs has torch's thread for saving: under torchrun a Checkpointer saves by torch's API."""
+    return [one for one in theirs if "AsyncCheckpoint" not in str(one)] == ours
+
+
+@functools.cache
+def _of_torchs_save() -> frozenset[str]:
+    """The modules that torch imports when it saves a checkpoint. They depend on the environment."""
+    save = """
+import sys, tempfile, torch.distributed.checkpoint as dcp
+before = set(sys.modules)
+with tempfile.TemporaryDirectory() as folder:
+    dcp.save({}, checkpoint_id=folder, no_dist=True)
+print(*sys.modules.keys() - before)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", save], check=True, stdout=subprocess.PIPE, text=True, timeout=LIMIT
     )
+    return frozenset(done.stdout.split())
+
+
+def _saved_by_torch(theirs: list[str], ours: list[str]) -> bool:
+    """Theirs has modules that torch's own save imports; ours are the others."""
+    rest = {n for n in {*theirs} ^ {*ours} if not n.startswith(_LATE)}
+    return rest <= {*theirs} & _of_torchs_save()
 
 
 def _put_off(theirs: str, ours: str) -> bool:
@@ -152,12 +175,13 @@ INTENDED = (
     *(
         Intended(f"state/checkpointer/{path}", reason, holds)
         for path, reason, holds in (
+            ("interpreter: modules", "torch's API saves it", _saved_by_torch),
+            ("library: threads", "torch's API saves it", _saving_threads),
             (
-                "interpreter: modules",
-                "torch's API saves it",
-                _checkpointers("fsspec", "config", *_LATE),
+                "library: finalizers",
+                "two belong to each snapshot's memory, and go with it",
+                lambda theirs, ours: ours in (theirs, [theirs[0], theirs[1] + 2]),
             ),
-            ("library: threads", "torch's API saves it", _checkpointers("AsyncCheckpoint")),
             ("library: pool threads", "torch's API saves it", lambda theirs, ours: ours == 0),
             ("log: fsspec*", "torch's API saves it", lambda theirs, ours: ours == MISSING),
             ("library: signals/1", "a signal waits for the end of a save", _put_off),
