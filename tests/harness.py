@@ -58,6 +58,13 @@ not declared dead."""
 COLD = {"ELASTICRUN_WARM_SERVER": "off"}
 """The environment of a job whose fork server is not forked from the run's warm process."""
 
+CHECKPOINTING = {"ELASTICRUN_PRELOAD": "torch.distributed.checkpoint"}
+"""The environment of a job whose ranks have a Checkpointer and start often: each would spend a
+second on what that imports."""
+
+TRAINING = {"ELASTICRUN_PRELOAD": "torch.distributed.checkpoint,torch._dynamo"}
+"""The same for ranks that have DDP or an optimizer too."""
+
 _FOREIGN = (
     "PET_",
     "TORCHELASTIC_",

@@ -25,7 +25,7 @@ from elasticrun.snapshots.shm.segment import Segment
 from elasticrun.testing import processes
 from elasticrun.testing.job import ElasticJob
 from elasticrun.testing.steps import World
-from tests.harness import await_true, processes_of, until_file
+from tests.harness import CHECKPOINTING, TRAINING, await_true, processes_of, until_file
 
 TRAIN = Path(__file__).with_name("train.py")
 ENDLESS = ("--mode", "counter", "--steps", "1000000000", "--pause", "0.05")
@@ -139,12 +139,15 @@ class Training:
             args = ("--mode", mode, "--steps", str(steps), *args)
         if gated:
             args = (*args, "--gate", str(self.gate))
+        imports = TRAINING if script == TRAIN and mode != "counter" else CHECKPOINTING
+        if nproc == 1:  # its fork server would import as much as the rank
+            imports = {}
         self.job = self._elastic_job(
             *(script, "--out", self.out, "--ckpt", self.ckpt),
             *args,
             nproc_per_node=nproc,
             nodes=nodes,
-            env={"ELASTICRUN_SHM_DIR": self.shm, "OMP_NUM_THREADS": 1, **(env or {})},
+            env={"ELASTICRUN_SHM_DIR": self.shm, "OMP_NUM_THREADS": 1, **imports, **(env or {})},
             options=[f"--rdzv-conf=heartbeat_timeout={silence}", *options],
             **more,
         )

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from elasticrun.training import ElasticBatchSampler
 from tests import needs
 from tests.further import cases, further
+from tests.harness import CHECKPOINTING, TRAINING
 from tests.training.data.elastic_data import GLOBAL_BATCH, SAMPLES, SEED
 from tests.training.data.record import surviving
 
@@ -37,7 +38,8 @@ def test_each_sample_is_used_once_over_kills_and_resizes(elastic_job: Any, tmp_p
     out.mkdir()
     let_go_to(out, 9)
     words = (out, tmp_path / "ckpt", TOTAL)
-    job = elastic_job(SCRIPT, *words, nnodes="1:3", nodes=1, nproc_per_node=2, max_restarts=9)
+    how = {"nproc_per_node": 2, "max_restarts": 9, "env": CHECKPOINTING}
+    job = elastic_job(SCRIPT, *words, nnodes="1:3", nodes=1, **how)
     job.wait_for(step=8)
     killed = job.kill_rank(1)
     let_go_to(out, 14)
@@ -131,7 +133,8 @@ def test_trainers_of_frameworks_use_each_sample_once(
         out = tmp_path / str(dies_after)
         out.mkdir()
         words = (out, out / "ckpt", dies_after)
-        job = elastic_job(SCRIPT.with_name(name), *words, nproc_per_node=2, max_restarts=1)
+        how = {"nproc_per_node": 2, "max_restarts": 1, "env": TRAINING}
+        job = elastic_job(SCRIPT.with_name(name), *words, **how)
         assert job.result(240).ok
         weights += re.findall(r"weights=\w+", job.output(0))
         again = re.findall(r"resume from step (\d+) in memory", job.output(0))

@@ -14,7 +14,7 @@ import pytest
 from elasticrun.testing.job import ElasticJob, JobError
 from elasticrun.wire import env
 from tests.further import fresh_seeds, further
-from tests.harness import await_true
+from tests.harness import CHECKPOINTING, await_true
 from tests.training.data.handed_out import EPOCHS, SIZE, TOTAL
 from tests.training.data.record import surviving
 
@@ -45,7 +45,8 @@ def test_each_sample_is_used_once_over_kills_and_resizes(
     elastic_job: Any, out: Path, tmp_path: Path
 ) -> None:
     words = (out, tmp_path / "ckpt")
-    job = elastic_job(SCRIPT, *words, nnodes="1:3", nodes=1, nproc_per_node=2, max_restarts=9)
+    how = {"nproc_per_node": 2, "max_restarts": 9, "env": CHECKPOINTING}
+    job = elastic_job(SCRIPT, *words, nnodes="1:3", nodes=1, **how)
     job.wait_for(step=12)
     killed = job.kill_rank(1)
     let_go_to(out, 21)
@@ -65,9 +66,8 @@ def test_each_sample_is_used_once_over_kills_and_resizes(
 def test_ranks_that_keep_their_process_take_work_again(
     elastic_job: Any, out: Path, tmp_path: Path
 ) -> None:
-    job = elastic_job(
-        SCRIPT, out, tmp_path / "ckpt", "recoverable", nproc_per_node=2, max_restarts=1
-    )
+    words = (out, tmp_path / "ckpt", "recoverable")
+    job = elastic_job(SCRIPT, *words, nproc_per_node=2, max_restarts=1, env=CHECKPOINTING)
     job.wait_for(step=12)
     kept = job.rank_pid(0)
     killed = job.kill_rank(1)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.further import cases, further
+from tests.harness import TRAINING
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +31,8 @@ class Run:
         self._out.mkdir()
         self.go_to(0)
         self.steps = steps
-        self.job = elastic_job(SCRIPT, kind, self._out, folder / "ckpt", steps, **how)
+        words = (kind, self._out, folder / "ckpt", steps)
+        self.job = elastic_job(SCRIPT, *words, env=TRAINING, **how)
 
     def go_to(self, step: int) -> None:
         (self._out / "new").write_text(str(step))
