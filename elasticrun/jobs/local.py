@@ -136,6 +136,7 @@ class LocalJobs:
             raise RequestFailed(f"job {name} does not run: {run.state()}")
         if left := _await_end(living_agents(run), LEAVE_LIMIT):
             raise RequestFailed(f"job {name} is still leaving: {names([one.node for one in left])}")
+        _await_master_exit(run)  # it writes the result, and may outlive the agents
         again = f"continue with `elasticrun resume {name}`"
         state = run.state()
         if state == "lost":  # it had not begun, or its hosts do not share the folder

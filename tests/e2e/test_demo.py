@@ -69,7 +69,7 @@ def test_a_killed_demo_leaves_no_process_and_the_next_one_removes_its_files(worl
     folders = left(world)
     assert len(folders) == 2
     following = demo(world)
-    following.until_text("run this command", stream="stdout")
+    await_true(following.below, "agent")  # its job removes what the last one has left, too
     following.signal(signal.SIGTERM)
     assert following.wait() == 128 + signal.SIGTERM
     assert not left(world)

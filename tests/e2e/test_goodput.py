@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.further import cases
-from tests.harness import free_port, warm_server
+from tests.harness import PATIENT, free_port, warm_server
 
 pytestmark = pytest.mark.slow
 
@@ -81,7 +81,7 @@ def test_the_last_lines_say_where_the_time_went(tmp_path: Path, told_by: str) ->
             ],
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, **warm_server()},
+            env={**os.environ, **PATIENT, **warm_server()},
         )
         for rank in range(2)
     ]

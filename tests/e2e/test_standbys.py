@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from elasticrun.wire.messages import JobStatus
 from tests.compat.live import finish, summing
 from tests.further import cases
 from tests.harness import ELASTICRUN, PATIENT, SCRIPTS, Launched, World
@@ -73,16 +75,20 @@ def test_changed_code_is_run(world: World) -> None:
     finish(second, launched)
 
 
+def says(words: str) -> Callable[[JobStatus], bool]:
+    """Whether the status of the only node says this of its standbys, once the node is there."""
+    return lambda status: [node.standby for node in status.nodes] == [words]
+
+
 def test_status_says_how_many_are_ready_and_why_there_is_none(
     elastic_job: Any, tmp_path: Path
 ) -> None:
     script = tmp_path / "waits.py"
     script.write_text(WAITS)
     job = elastic_job(script, nproc_per_node=2, max_restarts=1, options=("--standby=0",))
-    job.wait_for(condition=lambda status: status.nodes[0].standby == "2 of 2 ready")
+    job.wait_for(says("2 of 2 ready"))
     job.kill_rank(1)
-    last = "none: this is the last attempt that --max-restarts allows"
-    job.wait_for(condition=lambda status: status.nodes[0].standby == last)
+    job.wait_for(says("none: this is the last attempt that --max-restarts allows"))
 
 
 def test_status_says_why_none_is_ready_yet(elastic_job: Any, tmp_path: Path) -> None:
@@ -95,7 +101,7 @@ def test_status_says_why_none_is_ready_yet(elastic_job: Any, tmp_path: Path) -> 
         ("0.01", "0 of 2 ready: the rest do their imports, only while a core is idle"),
     ):
         job = elastic_job(script, nproc_per_node=2, max_restarts=1, options=(f"--standby={after}",))
-        job.wait_for(condition=lambda status, said=said: status.nodes[0].standby == said)
+        job.wait_for(says(said))
         job.close()
 
 

@@ -27,7 +27,8 @@ from elasticrun.jobs.running import listing, master_lookup, top
 from elasticrun.master.outward.record import result_of
 from elasticrun.wire import auth
 from elasticrun.wire.types import Endpoint
-from tests.harness import ran_here
+from tests.counting import times
+from tests.harness import LIMIT, ran_here
 from tests.master.people import status
 from tests.master.pictures import hung
 
@@ -51,7 +52,7 @@ for number in range(1_000_000):
 def test_a_real_job_is_looked_at_and_operated(elastic_job: Any, tmp_path: Path) -> None:
     script = tmp_path / "reduces.py"
     script.write_text(REDUCES)
-    job = elastic_job(script, nnodes="1:2", nodes=2, nproc_per_node=2, timeout=60)
+    job = elastic_job(script, nnodes="1:2", nodes=2, nproc_per_node=2, options=(times(),))
     job.wait_for_world(4)
     run = job._scratch / "host" / "run"
     own = {"XDG_RUNTIME_DIR": str(run), "ELASTICRUN_RUNS": str(run.parent / "runs")}
@@ -117,7 +118,7 @@ def test_a_real_job_is_looked_at_and_operated(elastic_job: Any, tmp_path: Path) 
         assert "the job ends: stopped by" in out
         last = events.stdout.read().decode().splitlines()[-1]
         assert f" has ended (stopped): stopped by {connection.user_at_host()}: enough" in last, last
-        assert events.wait(60) == 0
+        assert events.wait(LIMIT) == 0
     assert job.result().exit_codes[0] == 1
     assert f"stopped by {connection.user_at_host()}: enough" in job.output(0)
     code, out, err = verb("top")

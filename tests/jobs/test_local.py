@@ -159,7 +159,7 @@ def test_a_job_from_submit_to_delete(person: Person) -> None:
     (step,) = re.findall(r"job tr is suspended at step (\d+);", said)
     assert int(step) == checkpoints(folder / "ckpt")[-1], "the step that was saved"
     reader.until_text("waiting for its next start")
-    assert len(person.world.survivors()) == 1  # who reads
+    await_true(lambda: len(person.world.survivors()) == 1, "end of all but the one who reads")
     before = person.row("tr")
     assert before["state"] == "suspended"
     assert "is already suspended" in person.types("suspend", "tr")
@@ -303,6 +303,24 @@ def test_there_is_no_second_life_beside_a_master(
             does(run)
     os.close(lock)
     local.LocalJobs({}).terminate(run)
+
+
+def test_a_suspend_records_no_end_beside_a_master(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agents have ended, and their master has not yet written what was saved."""
+    monkeypatch.setattr(local, "END_LIMIT", 0.0)
+    run = RunFolder(tmp_path)
+    with subprocess.Popen(["sleep", "1000"]) as sleeps:
+        agent = LocalAgent("node0", ProcessId.of(sleeps.pid))
+        host = os.uname().nodename
+        write_submission(run, Submission(name="tr", on="local", host=host, agents=(agent,)))
+        run.write_job(JobRecord(name="tr"))
+        lock = lock_folder(run.path)
+        with pytest.raises(RequestFailed, match="a master of job tr still runs in"):
+            local.LocalJobs({}).suspend(run)
+    assert run.result() is None
+    os.close(lock)
 
 
 def test_a_secret_that_others_may_read_is_none(tmp_path: Path) -> None:

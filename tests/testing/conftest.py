@@ -62,5 +62,5 @@ def inner(tmp_path: Path) -> Inner:
     """An empty folder in which a user keeps tests."""
     folder = tmp_path / "inner"
     folder.mkdir()
-    (folder / "pytest.ini").write_text("[pytest]\n")
+    (folder / "pytest.ini").write_text(f"[pytest]\nelasticrun_timeout = {LIMIT}\n")
     return Inner(folder)

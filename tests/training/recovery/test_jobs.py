@@ -65,7 +65,7 @@ def test_survivors_keep_their_process_and_the_weights_are_the_same(
     run = Run(elastic_job, kind, tmp_path / "killed", 12, nproc_per_node=ranks, max_restarts=3)
     job = run.job
     run.go_to(4)
-    job.wait_for(step=3)
+    job.wait_for_world(ranks, step=3)  # all ranks have saved what the survivors go on from
     pids = [job.rank_pid(rank) for rank in range(ranks)]
     killed = job.kill_rank(1)
     run.go_to(7)
