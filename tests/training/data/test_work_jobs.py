@@ -14,7 +14,7 @@ import pytest
 from elasticrun.testing.job import ElasticJob, JobError
 from elasticrun.wire import env
 from tests.further import fresh_seeds, further
-from tests.harness import CHECKPOINTING, await_true
+from tests.harness import CHECKPOINTING, SCRIPTS, SOCKET, World, await_true
 from tests.training.data.handed_out import EPOCHS, SIZE, TOTAL
 from tests.training.data.record import surviving
 
@@ -118,11 +118,13 @@ def test_without_a_checkpointer_nothing_is_left_out(elastic_job: Any, out: Path)
 
 
 def test_the_example_counts_each_sample_once(
-    elastic_job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    elastic_job: Any, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # of its checkpoints
-    job = elastic_job(EXAMPLE, "--samples", 6000, nproc_per_node=2, max_restarts=1)
-    job.wait_for_output(0, "step=50 ")
+    held = (SCRIPTS / "held.py", 1, 57)  # or it could end before it is killed
+    how = {"nproc_per_node": 2, "max_restarts": 1, "env": {SOCKET: world.hub.path}}
+    job = elastic_job(*held, EXAMPLE, "--samples", 6000, **how)
+    world.hub.ranks(1)
     job.kill_rank(1)
     assert job.result(120).ok
     assert "restart 1 of 1" in job.output(0)
