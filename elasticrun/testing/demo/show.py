@@ -48,8 +48,8 @@ of a rank."""
 STEPS: Final = 40
 """Steps that are trained before the first fault and after each recovery."""
 
-LIMIT: Final = 60.0
-"""Maximum seconds for each wait."""
+LIMIT: Final = 180.0
+"""Maximum seconds for each wait: enough for a busy machine."""
 
 FAILURE: Final = "failure.txt"
 """The file with the reason and the agents' last lines, if the demo fails."""

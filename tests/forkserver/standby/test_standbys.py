@@ -21,7 +21,7 @@ from elasticrun.wire.spawning import DropStandby, SpawnRank, SpawnStandby, Stand
 from elasticrun.wire.types import EntryKind, Entrypoint
 from tests.forkserver.driver import Driver, forking, gone, script
 from tests.further import cases, further
-from tests.harness import await_true
+from tests.harness import LIMIT, await_true
 
 pytestmark = pytest.mark.slow
 
@@ -50,11 +50,12 @@ class Life:
         return script(program / "script.py", f"import os\nOUTSIDE = os.environ['OUTSIDE']\n{text}")
 
     def parked(self) -> str:
-        """Wait until it is parked; the call."""
-        return self.heard(StandbyState.READY).detail
+        """Wait until it is parked; the call. (Where all cores are busy, one that only uses idle
+        ones takes a minute to come that far, and more beside other tests.)"""
+        return self.heard(StandbyState.READY, 3 * LIMIT).detail
 
-    def heard(self, state: StandbyState) -> StandbyIs:
-        return self.server.wait(StandbyIs, lambda m: (m.key, m.state) == (self.key, state))
+    def heard(self, state: StandbyState, limit: float = LIMIT) -> StandbyIs:
+        return self.server.wait(StandbyIs, lambda m: (m.key, m.state) == (self.key, state), limit)
 
     def start(self, **changes: str) -> str:
         """Start the rank, and wait for its end; what it has printed."""

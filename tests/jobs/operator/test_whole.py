@@ -79,12 +79,12 @@ def test_training_goes_on_whatever_is_deleted(cluster: AnyCluster, tmp_path: Pat
 
     deleted("elasticrun-operator-", "--now")
     deleted("tr-master-")
-    kubectl("wait", "ej/tr", "--for=condition=MasterReachable", "--timeout=100s")
-    kubectl("wait", "ej/tr", "--for=condition=Training", "--timeout=100s")
+    for what in ("MasterReachable", "Training"):
+        kubectl("wait", "ej/tr", f"--for=condition={what}", "--timeout=200s")
     for pod in (first, second):
         # where pods share the folder, the second may have ended by the file of the first
         kubectl.run("exec", pod, "--", "sh", "-c", f"mkdir -p {go.parent}; touch {go}")
-    kubectl("wait", "ej/tr", "--for=condition=Succeeded", "--timeout=100s")
+    kubectl("wait", "ej/tr", "--for=condition=Succeeded", "--timeout=200s")
     assert (starts(first), starts(second)) == (2, 1), "no rank has noticed"
     kubectl("delete", "ej", "tr")
     cluster.until("pods", lambda pods: not [p for p in pods if "tr-" in p["metadata"]["name"][:3]])
