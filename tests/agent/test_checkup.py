@@ -20,6 +20,7 @@ from elasticrun.master import server
 from elasticrun.wire.auth import reader_token
 from elasticrun.wire.types import Endpoint, Finding
 from tests.agent.configs import STANDALONE, launched, node_context
+from tests.further import further
 from tests.harness import ELASTICRUN, PATIENT, SCRIPTS, Launched, World, free_port
 from tests.master.people import LIMIT, serving
 
@@ -63,6 +64,7 @@ def test_with_precheck_no_rank_is_started(world: World, nnodes: int) -> None:
     assert "Traceback" not in job.stderr
 
 
+@further("test_what_is_told", "test_a_failure_is_told_and_ends_nothing")
 def test_a_machine_that_is_well_says_nothing(world: World) -> None:
     script, mark = world.scratch / "script.py", world.scratch / "mark"
     script.write_text(SCRIPT)

@@ -137,6 +137,10 @@ def test_kill_9_of_the_agent_while_a_guard_is_stopped_leaves_nothing(world: Worl
         assert await_exit(everything) == set()
 
 
+@further(
+    "master/test_return::test_one_that_stands_still_is_replaced",
+    "test_a_stopped_rank_ends_as_the_others_do",
+)
 def test_sigterm_while_the_master_is_stopped_ends_the_job(world: World) -> None:
     """It is killed at the end, without a word."""
     job, _ = puppets(world)

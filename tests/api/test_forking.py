@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.further import cases
 from tests.harness import program
 
 pytestmark = pytest.mark.slow
@@ -98,7 +99,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", cases(PROGRAMS, soaked=["what another thread keeps is not ended"]))
 def test_what_forks_of_a_caller_leave_to_it(name: str) -> None:
     code, said, told = PROGRAMS[name]
     done = program("-c", code, env={**os.environ, "PYTHONPATH": str(ROOT)})

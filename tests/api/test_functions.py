@@ -249,6 +249,7 @@ def test_kill_9_of_the_caller(method: str, tmp_path: Path) -> None:
     assert await_exit([process.pid for process in below] + pids) == set()
 
 
+@further("test_kill_9_of_the_caller")
 def test_kill_9_of_the_agent(tmp_path: Path) -> None:
     caller, pids = start_caller(tmp_path, "fork")
     (agent,) = [

@@ -95,6 +95,7 @@ def calling(start_method: str) -> Iterator[Agent]:
         agent.close()
 
 
+@further("forkserver/test_probe", "health/test_network_check")
 def test_a_caller_s_probes_meet_fail_and_end() -> None:
     holder, port = held_port()
     with holder, calling("spawn") as agent:
@@ -123,7 +124,6 @@ def test_a_caller_s_probes_meet_fail_and_end() -> None:
 
 
 @further(
-    "test_a_caller_s_probes_meet_fail_and_end",
     "forkserver/test_probe::test_probes_do_not_outlive_a_killed_fork_server",
 )
 def test_a_caller_s_probes_end_with_the_conversation() -> None:

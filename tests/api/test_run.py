@@ -46,6 +46,7 @@ def written(folder: Path) -> dict[int, Any]:
     return {int(file.name[4:]): json.loads(file.read_text()) for file in folder.glob("rank*")}
 
 
+@further("test_run_with_a_namespace", "test_a_failing_script_raises_once_and_leaves_an_error_file")
 def test_main(script: Path, tmp_path: Path) -> None:
     run.main(["--nproc-per-node=2", "--rdzv-id=mine", str(script), str(tmp_path), "--lr", "1"])
     assert written(tmp_path) == {rank: [["--lr", "1"], "2", "mine"] for rank in (0, 1)}
@@ -95,7 +96,7 @@ def test_a_failing_script_raises_once_and_leaves_an_error_file(
     assert message["errorCode"] == 1
 
 
-@further("test_elastic_launch_of_a_command", "test_main")
+@further("test_elastic_launch_of_a_command")
 def test_elastic_launch_of_a_script(script: Path, tmp_path: Path) -> None:
     config = LaunchConfig(1, 1, 2, run_id="me")
     results = elastic_launch(config, sys.executable)("-u", str(script), str(tmp_path), "x")

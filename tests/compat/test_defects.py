@@ -139,7 +139,8 @@ def test_torchrun_leaves_orphans(torchrun_world: World) -> None:
         torchrun_world.hub.word(peer, "done")
 
 
-@pytest.mark.parametrize("budget", cases([1, 0], kept=[1]))
+@further("core/scripts/finished_node_joins_again.txt", "core/scripts/one_rank_done_early.txt")
+@pytest.mark.parametrize("budget", [1, 0])
 def test_a_finished_node_and_a_late_failure(world: World, budget: int) -> None:
     """One node done, a peer fails later with budget left: both waited in vain for 60 s, then
     RendezvousTimeoutError [recorded, with join_timeout=10]."""
@@ -153,7 +154,7 @@ def test_a_finished_node_and_a_late_failure(world: World, budget: int) -> None:
     assert [j.wait() for j in jobs] == [1 - budget] * 2
 
 
-@further("test_a_finished_node_and_a_late_failure")
+@further("core/scripts/restart_two_nodes.txt", "test_restarts_again_and_again")
 @pytest.mark.parametrize("launcher", FURTHER)
 def test_static_peers_are_told(theirs_or_ours: World, launcher: str) -> None:
     """Static, two nodes: only the crashed node was started again; the counts diverged."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.compat.pair import Case, Outcome, Pairs
-from tests.further import cases
+from tests.further import cases, further
 
 pytestmark = pytest.mark.slow
 
@@ -242,7 +242,7 @@ MISSING = {
 }
 
 
-@pytest.mark.parametrize("what", cases(MISSING, soaked=["run path"]))
+@pytest.mark.parametrize("what", cases(MISSING, soaked=["run path", "module"]))
 def test_a_program_that_is_missing(pairs: Pairs, what: str) -> None:
     """torchrun ends with 1, because a rank fails. Here the launcher looks first, except for a
     module, whose search may import its packages: the command line is wrong. No traceback is the
@@ -256,6 +256,7 @@ def test_a_program_that_is_missing(pairs: Pairs, what: str) -> None:
     assert "elasticrun/" not in "".join(re.findall(r'File "[^"]*"', ours.stderr[0]))
 
 
+@further("compat/test_output::test_the_run_folder_is_named_by_the_run")
 def test_the_users_run_id_is_kept(pairs: Pairs) -> None:
     """Defect (R:1009): on one node torchrun throws `--rdzv-id` away."""
     theirs, ours = pairs(Case(("--standalone", "--rdzv-id=mine")))

@@ -85,10 +85,7 @@ CASES = {
     ),
 }
 
-KEPT = (
-    *("two ranks", "no python", "restarts"),
-    "two agents, static",
-)
+KEPT = (*("two ranks", "no python", "two agents, static"),)
 
 HARNESS = {
     *("ELASTICRUN_TEST_MARK", "ELASTICRUN_TEST_SOCKET", "TMPDIR", "XDG_RUNTIME_DIR"),

@@ -102,7 +102,7 @@ def test_accelerates_own_launcher(world: World, torchrun_world: World) -> None:
     assert mine == theirs
 
 
-@further("api/test_run::test_main")
+@further("api/test_run::test_run_with_a_namespace")
 def test_fabrics_command_line(world: World, torchrun_world: World) -> None:
     """`fabric run` calls our main([...]); its ranks see the port that it names."""
     substitute = [sys.executable, str(FOLDER / "substitute.py")]

@@ -94,7 +94,6 @@ def test_ranks_have_the_cores_that_torchrun_gives_them(mode: str, tmp_path: Path
 
 
 @further(
-    "test_ranks_of_numa_affinity_run_unbound_without_a_gpu",
     "forkserver/test_ranks::test_torch_names_the_cores_in_a_process_of_its_own",
 )
 @pytest.mark.parametrize("launch", ["fork", "exec"])
@@ -111,6 +110,7 @@ def test_without_a_gpu_both_fail_and_say_what_torch_says(launch: str, tmp_path: 
     assert "Failed to apply NUMA binding" in ours[2]
 
 
+@further("forkserver/test_ranks::test_torch_names_the_cores_in_a_process_of_its_own")
 def test_ranks_of_numa_affinity_run_unbound_without_a_gpu(tmp_path: Path) -> None:
     env = {**numactl(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     with world_in(tmp_path / "e") as world:

@@ -66,6 +66,7 @@ def test_it_is_ended_and_named_when_its_time_is_over(world: World, script: Path)
     assert await_exit([child]) == set()
 
 
+@further("test_it_is_ended_and_named_when_its_time_is_over")
 def test_a_ctrl_c_ends_it_at_once_and_names_it(world: World, script: Path) -> None:
     launched = world.launch(ELASTICRUN, "--standalone", str(script), str(world.scratch), "0")
     launched.until_text("that ranks have left running: ")
@@ -78,7 +79,7 @@ def test_a_ctrl_c_ends_it_at_once_and_names_it(world: World, script: Path) -> No
 
 @further(
     "e2e/test_lives::test_descendants_of_a_dead_rank",
-    "test_a_ctrl_c_ends_it_at_once_and_names_it",
+    "test_it_is_ended_and_named_when_its_time_is_over",
 )
 def test_after_a_failure_it_is_ended_at_once(world: World, script: Path) -> None:
     launched = world.launch(ELASTICRUN, "--standalone", str(script), str(world.scratch), "3")

@@ -83,6 +83,10 @@ def test_a_machine_joins_a_job_whose_code_is_in_git(world: World) -> None:
     finish(pair, first, second)
 
 
+@further(
+    "test_a_pasted_line_makes_this_machine_a_node",
+    "e2e/test_secrets::test_the_token_is_nowhere_to_be_seen",
+)
 def test_files_of_the_first_machine_are_not_asked_for(world: World) -> None:
     """The token comes with the answer; the code is in no command line after the start."""
     ours, others = world.scratch / "ours", world.scratch / "others"

@@ -19,7 +19,7 @@ from elasticrun.wire.types import Endpoint
 from tests.aio import run
 from tests.certificates import Authority
 from tests.compat.live import PUPPET, agents, allreduce, finish, job, summing
-from tests.further import cases
+from tests.further import cases, further
 from tests.harness import COMMANDS, ELASTICRUN, LIMIT, Launched, World, await_true, free_port, ran
 
 pytestmark = pytest.mark.slow
@@ -95,6 +95,10 @@ def test_the_token_is_nowhere_to_be_seen(world: World, how: str) -> None:
     assert told(world) == []
 
 
+@further(
+    "e2e/test_strangers::test_a_job_trains_on_under_attack",
+    "jobs/test_status::test_of_a_job_with_a_token",
+)
 def test_without_the_token_a_node_ends_with_a_sentence_and_the_job_goes_on(world: World) -> None:
     port = free_port()
     jobs = agents(world, ELASTICRUN, 2, "2", port, env={"ELASTICRUN_TOKEN": SECRET})

@@ -209,6 +209,7 @@ def test_a_frozen_terminal(world: World) -> None:
         assert file.read_text().count("x" * 4000) == 500  # the files miss nothing
 
 
+@further("test_a_frozen_terminal", "agent/logs/test_logs")
 def test_a_reader_that_goes_away(world: World) -> None:
     """`elasticrun … | head -1`: a closed console is no reason to stop training."""
     read_end, write_end = os.pipe()

@@ -203,6 +203,7 @@ signal.pause()
 """
 
 
+@further("test_a_job_from_submit_to_delete", "jobs/test_logs::test_followed_until_the_end")
 @pytest.mark.slow
 def test_logs_of_a_job_by_name_while_it_runs_and_when_it_has_ended(person: Person) -> None:
     (person.world.scratch / "prints.py").write_text(PRINTS)

@@ -17,6 +17,7 @@ from elasticrun.host.runs.layout import JobRecord, RunFolder, RunResult
 from elasticrun.host.system.processes import ProcessId
 from elasticrun.jobs.running.logs import _is_to_begin
 from tests.agent.logs.test_terminal import Seen
+from tests.further import further
 from tests.harness import ELASTICRUN, SCRIPTS, World, await_true, ran
 
 FAILS = """
@@ -110,17 +111,12 @@ dist.barrier()
 """
 
 
+@further("test_a_job_that_failed_twice", "core/rounds/test_failures")
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        pytest.param(
-            *("3", "rank 1 failed (exit code 3); then ranks 0,2 lost their connection"),
-            marks=pytest.mark.soak,
-        ),
-        pytest.param(
-            *("kill", "rank 1 failed (killed by SIGKILL); then ranks 0,2 lost their connection"),
-            marks=pytest.mark.soak,
-        ),
+        ("3", "rank 1 failed (exit code 3); then ranks 0,2 lost their connection"),
+        ("kill", "rank 1 failed (killed by SIGKILL); then ranks 0,2 lost their connection"),
         (
             "0",
             "rank 1 exited with 0 while others continued; rank _ lost its connection; "
@@ -182,6 +178,7 @@ print("\\r99%", file=sys.stderr, flush=True)
 """
 
 
+@further("test_followed_until_the_end", "agent/logs/test_terminal")
 def test_a_line_that_does_not_end_is_followed_on_a_terminal(world: World, monkeypatch) -> None:
     """A prompt before it is answered, and each state of a progress bar in the place of the last."""
     (world.scratch / "prompts.py").write_text(PROMPTS)

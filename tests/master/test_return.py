@@ -542,6 +542,7 @@ def test_a_master_by_hand_goes_on_where_it_was_and_remembers_the_end(world: Worl
     assert "the job is over" in replayed.stdout
 
 
+@further("test_a_master_by_hand_goes_on_where_it_was_and_remembers_the_end", "master/test_record")
 def test_a_folder_of_another_master_or_job_is_refused(world: World) -> None:
     folder = world.scratch / "state"
     master = by_hand(world, free_port(), folder)

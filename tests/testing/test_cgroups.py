@@ -17,6 +17,7 @@ from elasticrun.testing import cgroups, processes
 from elasticrun.testing.cgroups import Group
 from elasticrun.testing.hosts import Impossible
 from tests import needs
+from tests.further import further
 from tests.harness import PATIENT, SCRIPTS
 
 pytestmark = pytest.mark.slow
@@ -100,6 +101,7 @@ def test_a_node_with_little_memory(elastic_job: Any) -> None:
     assert "the kernel was out of memory and killed it" in job.output(0)
 
 
+@further("test_a_node_with_little_memory")
 def test_a_fork_server_on_a_node_with_little_memory(elastic_job: Any) -> None:
     """With a CUDA build of torch, a rank that has just begun is smaller than its fork server."""
     job = elastic_job(SCRIPTS / "eats.py", 0, "parent", memory=500 << 20)

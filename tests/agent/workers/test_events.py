@@ -13,6 +13,7 @@ from elasticrun.agent.workers.events import EventLog, check_handler
 from elasticrun.core.events import Exit
 from elasticrun.wire.messages import Failure, FailureKind, RoundInfo, Start
 from elasticrun.wire.types import Endpoint, RoundName
+from tests.further import cases
 from tests.harness import clean_environment, program
 
 START = Start(
@@ -63,7 +64,7 @@ sys.exit({code})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("code", [0, 3])
+@pytest.mark.parametrize("code", cases([0, 3], kept=[3]))
 def test_names_and_fields_are_torchs(code: int, tmp_path: Path) -> None:
     script = tmp_path / "s.py"
     script.write_text(LAST.format(code=code, pid=str(tmp_path / "pid")))

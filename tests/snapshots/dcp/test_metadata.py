@@ -95,6 +95,9 @@ def test_at_one_rank(folder: Folder, image_problem: str) -> None:
         assert found[f"__rank{rank}"]["loader"]["position"] == {"at": rank}
 
 
+@further(
+    "training/checkpointing/test_ranks::test_with_torch_alone_checkpoints_are_plain_and_come_back_at_any_number",
+)
 @pytest.mark.slow
 def test_at_three_ranks(tmp_path: Path) -> None:
     folder = Folder(str(tmp_path / "run"))
@@ -106,7 +109,7 @@ def test_at_three_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@further("test_at_one_rank", "test_at_three_ranks")
+@further("test_at_one_rank")
 def test_torchs_own_command_makes_one_file_of_it(tmp_path: Path) -> None:
     folder, out = Folder(str(tmp_path / "run")), tmp_path / "out.pt"
     save(folder, two_ranks())

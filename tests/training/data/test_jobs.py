@@ -69,7 +69,7 @@ def test_each_sample_is_used_once_over_kills_and_resizes(elastic_job: Any, tmp_p
 
 @further(
     "test_each_sample_is_used_once_over_kills_and_resizes",
-    "training/data/test_work_jobs::test_the_example_counts_each_sample_once",
+    "training/data/test_work_jobs::test_each_sample_is_used_once_over_kills_and_resizes",
 )
 def test_the_example_ends_with_the_same_weights_after_a_failure(
     elastic_job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -63,6 +63,10 @@ def test_each_sample_is_used_once_over_kills_and_resizes(
     assert Counter(chain(*surviving(out).values())) == EVERYTHING
 
 
+@further(
+    "test_each_sample_is_used_once_over_kills_and_resizes",
+    "training/recovery/test_jobs::test_survivors_keep_their_process_and_the_weights_are_the_same",
+)
 def test_ranks_that_keep_their_process_take_work_again(
     elastic_job: Any, out: Path, tmp_path: Path
 ) -> None:
@@ -117,6 +121,7 @@ def test_without_a_checkpointer_nothing_is_left_out(elastic_job: Any, out: Path)
     assert used.total() - EVERYTHING.total() <= 3 * SIZE, "at most a shard of each rank"
 
 
+@further("test_each_sample_is_used_once_over_kills_and_resizes")
 def test_the_example_counts_each_sample_once(
     elastic_job: Any, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -167,7 +167,7 @@ def test_the_example_ends_with_the_same_weights_after_a_failure(
 
 @further(
     "training/recovery/test_recovery::test_a_wait_ends_when_the_round_is_over",
-    "test_a_hang_is_ended_without_a_new_process",
+    "test_survivors_keep_their_process_and_the_weights_are_the_same",
 )
 def test_a_rank_in_python_code_is_interrupted(elastic_job: Any, tmp_path: Path) -> None:
     run = Run(elastic_job, "loop", tmp_path / "run", 6, nproc_per_node=2, max_restarts=1)
@@ -179,6 +179,10 @@ def test_a_rank_in_python_code_is_interrupted(elastic_job: Any, tmp_path: Path) 
     assert [one["restart"] for one in run.entries()[entered]] == [0, 1]
 
 
+@further(
+    "test_survivors_keep_their_process_and_the_weights_are_the_same",
+    "sight/test_hangs::test_a_hang_is_named",
+)
 def test_a_hang_is_ended_without_a_new_process(elastic_job: Any, tmp_path: Path) -> None:
     how = {"nproc_per_node": 2, "max_restarts": 1, "options": ["--hang-limit=2"]}
     run = Run(elastic_job, "hangs", tmp_path / "run", 9, **how)
