@@ -321,7 +321,10 @@ def test_a_job_leaves_one_behind(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_ends_one_that_is_starting(tmp_path: Path) -> None:
-    env = plain_environment(XDG_RUNTIME_DIR=str(tmp_path))
+    endless = tmp_path / "endless"
+    endless.mkdir()
+    endless.joinpath("torch.py").write_text("import signal\nsignal.pause()\n")
+    env = plain_environment(XDG_RUNTIME_DIR=str(tmp_path), PYTHONPATH=str(endless))
     command = subprocess.Popen([sys.executable, "-m", "elasticrun", "warm"], env=env)
     children = Path(f"/proc/{command.pid}/task/{command.pid}/children")
 
