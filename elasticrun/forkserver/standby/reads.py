@@ -31,6 +31,10 @@ State = tuple[object, ...]
 
 UNSTABLE: Final[State] = ("unstable",)
 
+_TIMED: Final = 9
+"""Length of a state with the time of the last change, the last element; the number of names is the
+one before."""
+
 
 def look(read: Read) -> State:
     """What this read sees now."""
@@ -46,7 +50,7 @@ def look(read: Read) -> State:
     except OSError as error:
         return () if isinstance(error, FileNotFoundError) else (error.errno,)
     about = (found.st_dev, found.st_ino, kind, found.st_uid, found.st_gid)
-    return (*about, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+    return (*about, found.st_size, found.st_mtime_ns, found.st_nlink, found.st_ctime_ns)
 
 
 def _is_kernels(path: str) -> bool:
@@ -67,7 +71,15 @@ def _names(path: str) -> bytes:
 
 def is_racy(state: State, now_ns: int) -> bool:
     """Whether the file has changed too recently for its times to show the next change."""
-    return len(state) == 8 and abs(now_ns - int(str(state[-1]))) < RACY_NS
+    return len(state) == _TIMED and abs(now_ns - int(str(state[-1]))) < RACY_NS
+
+
+def has_more_names(state: State) -> bool:
+    """Whether this is a file with several hard links, of a size that can be read at once."""
+    if len(state) != _TIMED:
+        return False
+    kind, size, names = (int(str(state[n])) for n in (2, 5, 7))
+    return stat.S_ISREG(kind) and size <= _MAX_BYTES and names > 1
 
 
 class Reads:
@@ -75,6 +87,10 @@ class Reads:
 
     def __init__(self) -> None:
         self._seen: dict[Read, State] = {}
+        self._contents: dict[Read, State] = {}
+        """Contents of files with several names: a name more or less changes the time too. uv links
+        installed files to its cache, so it does that when it makes or removes another environment
+        with the same packages."""
 
     def __len__(self) -> int:
         return len(self._seen)
@@ -84,15 +100,28 @@ class Reads:
         if read not in self._seen:
             state = look(read)
             self._seen[read] = UNSTABLE if is_racy(state, time.time_ns()) else state
+            if has_more_names(state):
+                self._contents[read] = look(read._replace(seen=Seen.BYTES))
         return len(self._seen) <= MAX_READS
 
     def changed(self, now: dict[Read, State]) -> str:
         """The first path that is no longer as it was; "" if all are. `now`: what was looked at for
         other standbys of this moment."""
         for read, then in self._seen.items():
-            state = now.get(read)
-            if state is None:
-                state = now[read] = look(read)
-            if state != then:
+            state = _looked(read, now)
+            if state != then and not self._has_other_names_only(read, state, now):
                 return read.path
         return ""
+
+    def _has_other_names_only(self, read: Read, state: State, now: dict[Read, State]) -> bool:
+        content = self._contents.get(read)
+        if content is None or state[: _TIMED - 2] != self._seen[read][: _TIMED - 2]:
+            return False
+        return _looked(read._replace(seen=Seen.BYTES), now) == content
+
+
+def _looked(read: Read, now: dict[Read, State]) -> State:
+    state = now.get(read)
+    if state is None:
+        state = now[read] = look(read)
+    return state

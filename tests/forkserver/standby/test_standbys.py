@@ -137,6 +137,48 @@ def test_what_it_has_read_is_validated(
     assert life.states()[-1] is end, life.ended()
 
 
+def _relink(outside: Path) -> None:
+    """One name less, one more: only the time tells."""
+    outside.with_name("cached").unlink()
+    outside.with_name("copied").hardlink_to(outside / "flag")
+
+
+def _unlink(outside: Path) -> None:
+    outside.with_name("cached").unlink()
+
+
+def _replace_linked(outside: Path) -> None:
+    _replace(outside)
+    _unlink(outside)
+
+
+@pytest.mark.parametrize(
+    ("change", "printed", "end"),
+    [
+        (_unlink, "one", StandbyState.ACTIVE),
+        (_relink, "one", StandbyState.ACTIVE),
+        (_replace_linked, "two", StandbyState.CHANGED),
+    ],
+)
+def test_another_name_of_a_file_drops_no_standby(
+    server: Driver,
+    tmp_path: Path,
+    change: Callable[[Path], object],
+    printed: str,
+    end: StandbyState,
+) -> None:
+    """Installed files are links to uv's cache: to make or remove another environment changes their
+    times."""
+    tmp_path.joinpath("outside").mkdir()
+    tmp_path.joinpath("cached").write_text("one")
+    tmp_path.joinpath("outside", "flag").hardlink_to(tmp_path / "cached")
+    life = Life(server, tmp_path, READS)
+    assert life.parked() == "write"
+    change(life.outside)
+    assert life.start() == printed + "\n"
+    assert life.states()[-1] is end, life.ended()
+
+
 @pytest.mark.parametrize(
     ("text", "call"),
     [
