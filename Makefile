@@ -85,8 +85,7 @@ tests: $(VENV)/.frameworks
 	$(BIN)/python -m pytest $(TOGETHER) -m "not soak"
 
 test: $(VENV)/.frameworks
-	$(MAKE) --no-print-directory -j2 lint tests
-	$(MAKE) --no-print-directory wheel-test
+	$(MAKE) --no-print-directory -j3 lint tests wheel-test
 
 wheel-test: $(VENV)/.dev
 	PYTHON="$(BIN)/python" TORCH="$(TORCH)" bash scripts/wheel_test.sh

@@ -145,9 +145,12 @@ def test_an_exit_code_of_its_own() -> None:
     assert error.failures[0].exitcode == 7
 
 
-def test_what_cannot_be_sent() -> None:
-    """A result, and a function to a rank that is spawned."""
+def test_a_result_that_cannot_be_sent() -> None:
     assert "pickle" in str(launch_failing(functions.no_pickle, nproc=1))
+
+
+@further("test_a_result_that_cannot_be_sent")
+def test_a_function_that_cannot_be_sent_to_a_rank_that_is_spawned() -> None:
     error = launch_failing(lambda: None, nproc=1, start_method="spawn")
     assert "the function cannot be started" in str(error)
 

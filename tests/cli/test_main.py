@@ -25,7 +25,7 @@ from elasticrun.config import EXIT_USAGE, Place
 from elasticrun.host import user_folder
 from elasticrun.wire.messages import CheckSpec, SaveSpec
 from elasticrun.wire.types import EntryKind, Entrypoint
-from tests.harness import clean_environment, ran_here
+from tests.harness import clean_environment, ran_here, warm_server
 
 
 def command(
@@ -33,7 +33,8 @@ def command(
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "elasticrun", *words], cwd=cwd, capture_output=True, text=True,
-        env=clean_environment() | dict(environ or {}), timeout=240, stdin=subprocess.DEVNULL,
+        env=clean_environment() | warm_server() | dict(environ or {}), timeout=240,
+        stdin=subprocess.DEVNULL,
     )  # fmt: skip
 
 

@@ -176,6 +176,10 @@ def test_static_peers_are_told(theirs_or_ours: World, launcher: str) -> None:
         finish(both, *jobs)
 
 
+@further(
+    "compat/test_output::test_the_log_tree_is_the_same",
+    "pods/test_pods::test_pods_come_and_go_and_come_back",
+)
 def test_logs_of_the_previous_world(world: World) -> None:
     """A membership restart has the same count, and its attempt_N was removed first [recorded]."""
     port, logs = free_port(), world.scratch / "logs"

@@ -16,6 +16,7 @@ DEATH = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 BOTH = cases((TORCHRUN, ELASTICRUN), soaked=[TORCHRUN])
 
 
+@further("test_a_group_signal_reaches_a_handler_that_saves")
 @pytest.mark.parametrize("launcher", BOTH)
 @pytest.mark.parametrize("signum", cases(DEATH, kept=[signal.SIGHUP]))
 def test_ranks_that_obey(theirs_or_ours: World, launcher: str, signum: int) -> None:
@@ -30,7 +31,7 @@ def test_ranks_that_obey(theirs_or_ours: World, launcher: str, signum: int) -> N
     world.hub.lost(peers)
 
 
-@further("test_ranks_that_obey")
+@further("test_a_group_signal_reaches_a_handler_that_saves")
 @pytest.mark.parametrize("launcher", BOTH)
 @pytest.mark.parametrize("signum", cases(DEATH, kept=[signal.SIGQUIT]))
 def test_ranks_without_a_handler(theirs_or_ours: World, launcher: str, signum: int) -> None:
@@ -74,6 +75,7 @@ def test_a_second_signal(theirs_or_ours: World, launcher: str) -> None:
     world.hub.lost(peers)
 
 
+@further("test_sigusr1_does_not_kill_the_launcher", "cli/test_resolve")
 @pytest.mark.parametrize("launcher", BOTH)
 def test_the_list_of_signals_is_replaced(theirs_or_ours: World, launcher: str) -> None:
     """`--signals-to-handle=SIGUSR1` makes SIGUSR1 a death signal."""

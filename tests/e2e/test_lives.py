@@ -40,6 +40,7 @@ for order in stage.orders():
 """
 
 
+@further("e2e/test_standbys::test_changed_code_is_run")
 def test_a_bug_mended_between_two_lives(world: World) -> None:
     """The script and a module beside it are read anew in every life."""
     script, module = world.scratch / "train.py", world.scratch / "beside.py"

@@ -67,6 +67,7 @@ def test_a_node_that_is_bad_at_the_start_trains_nothing(health: Health, tmp_path
     health.finish(0, EXCLUDED)
 
 
+@further("core/scripts/unhealthy_only_node.txt", "test_a_node_turns_bad_while_it_trains")
 def test_the_only_node_ends_the_job_and_says_why(health: Health, tmp_path: Path) -> None:
     mark, pids = tmp_path / "mark", tmp_path / "pids"
     words = (command(mark, pids), "--health-cmd-interval=0.2", times(master_lost_timeout=60))

@@ -83,7 +83,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", cases(CALLS, kept=["module", "subprocess"]))
+@pytest.mark.parametrize("name", cases(CALLS, kept=["subprocess"]))
 def test_each_call_is_elasticrun_and_ranks_are_as_without_the_shim(
     world: World, script: Path, name: str
 ) -> None:

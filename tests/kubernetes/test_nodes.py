@@ -12,6 +12,7 @@ import pytest
 
 from elasticrun.testing.hosts import Lab
 from tests import needs
+from tests.further import cases
 from tests.harness import await_true
 from tests.kubernetes.cluster import Client, StandIn
 from tests.kubernetes.server.kinds import Obj
@@ -37,7 +38,7 @@ def manifest(name: str, script: str, *, gpus: int = 1, **spec: object) -> str:
     })  # fmt: skip
 
 
-@pytest.fixture(params=["loopback", "lab"])
+@pytest.fixture(params=cases(["loopback", "lab"], kept=["lab"]))
 def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StandIn]:
     """Two nodes with two GPUs each."""
     needs.several_hosts()

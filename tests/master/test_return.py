@@ -358,6 +358,10 @@ def _pids(world: World, count: int) -> set[int]:
     return {peer.pid for peer in world.hub.peers[:count]}
 
 
+@further(
+    "e2e/test_run_folder::test_the_same_folder_again",
+    "test_three_times_in_a_row_while_it_trains",
+)
 def test_a_second_launch_knows_nothing_of_one_that_was_killed(world: World) -> None:
     """The same port and id after kill -9 of everything: it begins anew, and sweeps."""
     port, env = free_port(), unhurried()

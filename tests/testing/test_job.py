@@ -46,6 +46,10 @@ def test_a_job_that_does_not_start_says_why(elastic_job: Factory) -> None:
     assert "--no-such-flag" in str(wrong.value)
 
 
+@further(
+    "faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another",
+    "test_a_master_by_hand_a_signal_and_the_end",
+)
 @pytest.mark.slow
 def test_everything_that_can_befall_nodes_on_one_host(elastic_job: Factory) -> None:
     """One job, one thing after another: a rank, a node, the master, a freeze, a return, a newcomer.

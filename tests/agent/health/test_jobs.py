@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from elasticrun.config import EXIT_BAD_NODE
+from tests.further import further
 from tests.harness import PATIENT, SCRIPTS, Launched, Peer, World
 from tests.host.accelerators.standins import gpu, nvml
 
@@ -70,6 +71,10 @@ def node(world: World) -> Iterator[GpuNode]:
     os.close(events)
 
 
+@further(
+    "core/scripts/unhealthy_only_node.txt",
+    "health/test_health_command::test_a_node_turns_bad_while_it_trains",
+)
 def test_a_fatal_xid_ends_the_only_node(node: GpuNode) -> None:
     node.start("--max-restarts=3")
     node.report(1, 79)

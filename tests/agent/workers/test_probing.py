@@ -329,6 +329,7 @@ def test_faults_are_loud_and_a_killed_agent_leaves_no_probe(world: World) -> Non
     world.nothing_left()
 
 
+@further("compat/test_signals::test_a_signal_before_the_first_start")
 @pytest.mark.slow
 def test_a_signal_ends_an_agent_that_probes(world: World) -> None:
     job = probing_agent(world, "probe-hang=compute@*")

@@ -67,6 +67,11 @@ def test_srun_with_a_bare_command(world: World) -> None:
     assert f"task 1 of 2 in Slurm step {job}.0, so this equals" in second.stderr
 
 
+@further(
+    "test_a_node_of_another_job_is_refused_at_the_port",
+    "cli/detection/test_schedulers::test_a_row_of_the_table",
+    "jobs/render/test_trainer::test_a_train_job_with_a_command_of_its_own",
+)
 def test_what_an_operator_says_of_nodes_never_reaches_a_rank(world: World) -> None:
     """RANK=1 of WORLD_SIZE=2 nodes; each has two ranks."""
     train = str(script(world))
@@ -121,7 +126,7 @@ def test_the_doctor_has_a_row(world: World) -> None:
 
 
 @further(
-    "test_what_an_operator_says_of_nodes_never_reaches_a_rank",
+    "test_a_node_of_another_job_is_refused_at_the_port",
     "cli/detection/test_schedulers::test_a_row_of_the_table",
 )
 def test_a_batch_script_is_one_node_and_one_line(world: World) -> None:

@@ -212,6 +212,7 @@ def test_without_an_image_it_says_what_to_type() -> None:
     assert all(f"'{one}'" in deployment and f'"{one}"' in project for one in NEEDED)
 
 
+@further("test_ten_lines_are_enough_and_the_rights_too")
 def test_one_operator_for_all_namespaces(standin: StandIn) -> None:
     """Its own things are in a namespace of its own, and its rights are enough. (In a cluster of
     others it would see to their jobs.)"""

@@ -22,6 +22,7 @@ from elasticrun.wire import snapshots as s
 from elasticrun.wire.spawning import SHIELDED, Keepalive, Notice, Quit, SendSignal
 from elasticrun.wire.types import EntryKind, Entrypoint, RoundName, key_of_name
 from tests.forkserver.driver import LIMIT, Driver, alive, gone, plain_environment
+from tests.further import cases
 from tests.snapshots.saver.play import Agent, part, persist, saver, state
 
 pytestmark = pytest.mark.slow
@@ -37,7 +38,7 @@ def executing() -> Iterator[Driver]:
         yield made
 
 
-@pytest.fixture(params=["fork", "exec"])
+@pytest.fixture(params=cases(["fork", "exec"], kept=["fork"]))
 def agent(request) -> Iterator[Agent]:
     server = request.getfixturevalue("server" if request.param == "fork" else "executing")
     with saver(server) as made:

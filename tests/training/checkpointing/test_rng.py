@@ -20,6 +20,7 @@ from elasticrun.training import Checkpointer
 from elasticrun.training.checkpointing.parts import StateError
 from elasticrun.training.checkpointing.state import RNG, RandomPart
 from elasticrun.wire.snapshots import NeedSegment, Remark
+from tests.further import cases
 from tests.training.checkpointing.played import PlayedAgent, playing
 from tests.training.checkpointing.ranks import USUAL, fork_server, life
 
@@ -216,7 +217,7 @@ def train(folder: str, kind: str, dies: bool) -> tuple[int, list[float]]:
     return start, torch.cat(weights).tolist()
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", cases(["ddp", "fsdp2"], kept=["ddp"]))
 def test_a_training_that_was_cut_off_ends_as_well(kind: str, server: None, tmp_path: Path) -> None:
     with playing(2) as agent:
         never = life(train, str(tmp_path), kind, False, world=2, agent=agent)
