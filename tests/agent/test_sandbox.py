@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.further import cases
+from tests.further import cases, further
 from tests.harness import LIMIT, SCRIPTS, World, clean_environment
 
 pytestmark = pytest.mark.slow
@@ -44,6 +44,7 @@ def test_without_it_no_job_can_run(rule: str, sentence: str) -> None:
     assert done.stderr.count("\n") == 1, done.stderr
 
 
+@further("test_without_it_no_job_can_run", "test_a_saver_without_threads_says_so")
 @pytest.mark.parametrize(
     "rules", cases(["prlimit64=EPERM,setrlimit=EPERM", "clone3=ENOSYS"], soaked=["clone3=ENOSYS"])
 )

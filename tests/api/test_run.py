@@ -108,6 +108,13 @@ def test_elastic_launch_of_a_command(tmp_path: Path) -> None:
     config = LaunchConfig(1, 1, 2, run_id="me", max_restarts=0)
     elastic_launch(config, "bash")("-c", f"touch {tmp_path}/at-${{local_rank}}-$RANK")
     assert sorted(path.name for path in tmp_path.glob("at-*")) == ["at-0-0", "at-1-1"]
+
+
+@further(
+    "test_elastic_launch_of_a_command", "test_a_failing_script_raises_once_and_leaves_an_error_file"
+)
+def test_elastic_launch_of_a_command_that_fails() -> None:
+    config = LaunchConfig(1, 1, 2, run_id="me", max_restarts=0)
     with pytest.raises(ChildFailedError) as caught:
         elastic_launch(config, "bash")("-c", "exit 5")
     assert caught.value.name == "bash"

@@ -12,6 +12,7 @@ from elasticrun.cli import devices
 from elasticrun.cli.devices import count_accelerators
 from elasticrun.cli.settings import UsageError
 from elasticrun.host.accelerators.base import Build
+from tests.further import further
 from tests.host.accelerators.standins import gpu, nvml
 
 pytestmark = pytest.mark.slow  # it imports torch
@@ -86,6 +87,10 @@ def test_only_cuda_itself_counts_mig_instances(
     assert len(said) == 1
 
 
+@further(
+    "test_torch_is_asked_in_a_process_of_its_own",
+    "forkserver/test_trust::test_a_torch_folder_in_the_cwd_does_not_disturb",
+)
 def test_a_folder_named_torch_does_not_mislead_the_child(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -189,7 +189,7 @@ def plain(outcome: Outcome, value: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", cases(["one rank", "two ranks", "module", "no python"], soaked=["module"])
+    "name", cases(["one rank", "two ranks", "module", "no python"], soaked=["one rank", "module"])
 )
 def test_a_rank_inherits_no_descriptor_of_ours(pairs: Pairs, name: str) -> None:
     """torchrun's Popen closes all but the three; so must a fork."""
@@ -198,11 +198,14 @@ def test_a_rank_inherits_no_descriptor_of_ours(pairs: Pairs, name: str) -> None:
         assert ours.dumps[key].get("fds", {}) == dump.get("fds", {})
 
 
-def test_the_banner_about_threads(pairs: Pairs) -> None:
+@pytest.mark.parametrize(
+    ("name", "said"),
+    cases([("two ranks", True), ("one rank", False)], kept=[("two ranks", True)], several=True),
+)
+def test_the_banner_about_threads(pairs: Pairs, name: str, said: bool) -> None:
     """OMP_NUM_THREADS=1 is set, and said, only where there is more than one rank."""
-    for name, said in (("two ranks", True), ("one rank", False)):
-        for outcome in pairs(CASES[name]):
-            assert ("OMP_NUM_THREADS" in outcome.stderr[0]) == said, (name, outcome.launcher)
+    for outcome in pairs(CASES[name]):
+        assert ("OMP_NUM_THREADS" in outcome.stderr[0]) == said, outcome.launcher
 
 
 @further(

@@ -62,6 +62,10 @@ def test_ranks_that_ignore_are_killed_after_the_timeout(
     assert "forcefully exiting via" in launched.stderr
 
 
+@further(
+    "core/scripts/second_signal_keeps_the_deadline.txt",
+    "jobs/test_hosts::test_the_second_signal_kills",
+)
 @pytest.mark.parametrize("launcher", BOTH)
 def test_a_second_signal(theirs_or_ours: World, launcher: str) -> None:
     """It does not make the launcher leave its ranks behind."""

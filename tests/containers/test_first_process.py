@@ -77,6 +77,11 @@ def test_sigterm_saves_and_leaves(box: Box, world: World) -> None:
     ]
 
 
+@further(
+    "agent/snapshots/test_taken_over",
+    "snapshots/test_random_kills::test_killed_at_random_moments",
+    "test_it_reaps_orphans_and_forwards_signals",
+)
 def test_it_is_killed_and_started_again(box: Box, world: World) -> None:
     """As a kubelet restarts a container that has died: with the pod's volumes, /dev/shm among them.
     The new agent takes the memory over, and the ranks go on from it."""

@@ -55,6 +55,7 @@ def test_nobody_on_a_root_that_cannot_be_written(box: Box, world: World) -> None
 OOM = "the kernel was out of memory and killed it"
 
 
+@further("testing/test_cgroups::test_a_node_with_little_memory")
 def test_an_out_of_memory_kill_is_told_from_a_crash(box: Box) -> None:
     """The cgroup's own count says so; the kernel's log is not to be seen in a container."""
     eats = (str(SCRIPTS / "eats.py"), "1", "itself")

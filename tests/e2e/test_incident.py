@@ -14,6 +14,7 @@ from urllib.request import urlopen
 import pytest
 
 from elasticrun.host.runs.index import runs_root
+from tests.further import further
 from tests.harness import warm_server
 
 pytestmark = pytest.mark.slow
@@ -98,6 +99,10 @@ FIRST_STEP = re.compile(r"first step after (\d+\.\d\d) s")
 REPEATED = re.compile(r"(\d+) steps? repeated")
 
 
+@further(
+    "test_a_failing_rank_leaves_a_record",
+    "e2e/test_run_folder::test_a_failed_job_leaves_all_of_it",
+)
 def test_all_tell_the_same_seconds_of_an_event(tmp_path: Path) -> None:
     """Until the ranks ran again, and until the first step: each is counted once, by the master."""
     script = tmp_path / "fails.py"

@@ -193,6 +193,7 @@ def test_etcd_goes_away_and_comes_back(world: World, etcd_server: EtcdServer) ->
     assert [j.wait() for j in jobs] == [0, 0]
 
 
+@further("etcd/test_store", "test_etcd_goes_away_and_comes_back")
 @pytest.mark.parametrize("history", cases([10, 0], kept=[10]))
 def test_etcd_is_wiped(world: World, etcd_server: EtcdServer, history: int) -> None:
     """It counts from 1 again, below the terms that the agents know: that is said, the next master
@@ -339,7 +340,7 @@ def test_a_master_that_does_not_lead_ends_quietly(world: World, etcd_server: Etc
     assert EXIT_NOT_LEADING not in {j.process.returncode for j in jobs}
 
 
-@pytest.mark.parametrize("launched_as", ["none", "wrong"])
+@pytest.mark.parametrize("launched_as", cases(["none", "wrong"], kept=["wrong"]))
 def test_what_cannot_be_is_a_sentence(
     world: World, etcd_server: EtcdServer, launched_as: str
 ) -> None:

@@ -644,6 +644,10 @@ def test_ranks_whose_cores_are_not_found_cannot_be_started(tmp_path: Path) -> No
         assert driver.exited(key).code == 0
 
 
+@further(
+    "forkserver/test_trust::test_what_follows_exec_alone",
+    "forkserver/test_trust::test_a_script_that_sets_what_an_import_reads",
+)
 def test_placement_and_bound_cores_mean_exec(tmp_path: Path) -> None:
     entry = script(tmp_path / "s.py", "")
     with Driver(entry, env=plain_environment(OMP_PROC_BIND="true"), numa=True) as driver:

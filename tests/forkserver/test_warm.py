@@ -27,7 +27,7 @@ from tests.forkserver.driver import (
     tells,
     warm_process,
 )
-from tests.further import cases
+from tests.further import cases, further
 from tests.harness import await_true, program, ran
 
 pytestmark = pytest.mark.slow
@@ -364,6 +364,7 @@ print(made.mode, len(again))
 """
 
 
+@further("test_a_job_leaves_one_behind")
 def test_a_fork_server_takes_over_the_index_of_what_is_imported(tmp_path: Path) -> None:
     """It takes a tenth of a second, so the warm process has made it; to prepare imports nothing
     that would make it stale."""

@@ -135,6 +135,7 @@ def test_a_bandwidth_that_is_wanted(health: Health, wanted: str, code: int) -> N
 # ---------------------------------------------------------------- what is not asked for
 
 
+@further("test_a_bad_node")
 def test_planted_faults_are_loud(health: Health) -> None:
     """Each agent says that faults are planted, and which of them are its own. Without the flags
     nobody is probed: every probe would fail here, and none does."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.further import cases
+from tests.further import cases, further
 from tests.harness import ELASTICRUN, LIMIT, SCRIPTS, World
 
 TRACEBACK = re.compile(
@@ -98,6 +98,7 @@ def test_a_terminal_is_folded(world: World, ends: tuple[int, int]) -> None:
     assert all(x.count("\r") == 3 and x.count("\n") >= 2 for x in files(world).values())
 
 
+@further("test_a_terminal_is_folded", "agent/logs/test_logs")
 @pytest.mark.parametrize(
     ("ends", "flag"),
     cases(

@@ -318,7 +318,7 @@ def probing_agent(world: World, fault: str) -> Launched:
     )
 
 
-@further("health/test_network_check::test_planted_faults_are_loud")
+@further("health/test_network_check::test_a_bad_node")
 @pytest.mark.slow
 def test_faults_are_loud_and_a_killed_agent_leaves_no_probe(world: World) -> None:
     job = probing_agent(world, "probe-hang=compute@n0,slow=2x@n1")

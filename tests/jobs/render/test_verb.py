@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.further import further
 from tests.jobs.render.cases import CASES
 
 COMMAND = (sys.executable, "-m", "elasticrun", "render")
@@ -37,6 +38,7 @@ def test_bad_input_is_one_line_and_code_2() -> None:
     assert done.stderr.count(b"\n") == 1
 
 
+@further("cli/test_main::test_a_verb_is_the_first_word_and_no_file")
 @pytest.mark.slow
 def test_a_script_named_render_is_a_script(tmp_path: Path) -> None:
     (tmp_path / "render").write_text("print('a script of that name')\n")
