@@ -80,7 +80,11 @@ MAX_CONFIG_BYTES: Final = 1024 * 1024
 
 OWNER_EXITED: Final = 0.5
 """Seconds without an attached agent after which the master ends, if its owner has exited and no
-other node was ever attached. Short, because the owner's stream breaks at the same moment."""
+other node may need it. Short, because the owner's stream breaks at the same moment."""
+
+LAST_WORDS: Final = 5.0
+"""Maximum seconds for reading what an owner that has exited sent last: its stream ends after
+that."""
 
 STOP_GRACE: Final = 0.5
 """Seconds for streams to close when the server stops; the agents already have the outcome."""
@@ -171,7 +175,8 @@ class Lifetime:
     over       the job has ended and every agent has disconnected, or `linger` seconds after the
                job's end; always the latter if an agent's stream broke, because it may reconnect
     alone      no agent for `lost` seconds (a master started by hand waits forever for its first)
-    lifeline   EOF: ends at once, or with `outlive` soon after no agent is attached any more
+    lifeline   EOF: ends soon after no agent is attached any more, without `outlive` LAST_WORDS
+               seconds later at most
     signal     SIGTERM or SIGINT to a master that was started by hand
     """
 
@@ -202,12 +207,13 @@ class Lifetime:
         if self._outcome is not None:
             dialling = self.servicer is not None and self.servicer.may_reconnect()
             all_attached = self.servicer is not None and len(self.servicer.nodes) >= self._max_nodes
-            if not attached and not dialling and (all_attached or not self._began_over):
+            all_heard = not dialling and (all_attached or not self._began_over)
+            if not attached and (all_heard or self._ends_with_owner):
                 self._end(self._code(self._outcome), self._outcome.reason)
-        elif attached:
-            self._arm(None)
-        else:
+        elif not attached:
             self._on_alone()
+        elif not self._ends_with_owner:
+            self._arm(None)
 
     def on_over(self, outcome: JobOver, found: Picture) -> None:
         """Handle the job's outcome, which was sent to the attached agents; `found`: its last
@@ -249,11 +255,15 @@ class Lifetime:
     def on_owner_exit(self) -> None:
         """Handle EOF on the lifeline: the agent that started this master has exited."""
         self._owner_exited = True
-        if not self._outlive:
-            self._end(EXIT_OK, "the agent that started this master has ended")
-            return
-        if not self._attached:
-            self._on_alone()
+        if self._attached and self._ends_with_owner:
+            self._arm(LAST_WORDS, EXIT_OK, "the agent that started this master has ended")
+        else:
+            self.on_count(self._attached)
+
+    @property
+    def _ends_with_owner(self) -> bool:
+        """Whether this master has to end because its owner has exited."""
+        return self._owner_exited and not self._outlive
 
     def on_signal(self, signum: int, name: str) -> None:
         """Handle a signal to a master that was started by hand: end."""
@@ -264,7 +274,7 @@ class Lifetime:
             return
         if self._owner_exited:
             # If other nodes were attached, they may have lost their streams only briefly.
-            several = self.servicer is not None and len(self.servicer.nodes) > 1
+            several = self._outlive and self.servicer is not None and len(self.servicer.nodes) > 1
             wait = REATTACH_GRACE if several else OWNER_EXITED
             self._arm(
                 wait,

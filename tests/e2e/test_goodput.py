@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.further import cases
-from tests.harness import PATIENT, free_port, warm_server
+from tests.harness import PATIENT, await_true, free_port, warm_server
 
 pytestmark = pytest.mark.slow
 
@@ -89,6 +89,7 @@ def test_the_last_lines_say_where_the_time_went(tmp_path: Path, told_by: str) ->
     found = [LINE.search(text) for text in told]
     assert all(found), told
     saves = {one["saves"] for one in found if one is not None}
+    await_true((tmp_path / "run/result.json").exists, "result")  # its master may outlive the agents
     result = json.loads((tmp_path / "run/result.json").read_text())
     assert (result["state"], result["nodes"], result["restarts"]) == ("succeeded", 2, 1)
     assert [one["cause"] for one in result["incidents"]] == ["rank_failed"]

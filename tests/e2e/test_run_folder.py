@@ -15,6 +15,8 @@ import pytest
 
 from elasticrun.host.runs.index import all_runs, runs_root
 from elasticrun.host.runs.layout import RunFolder
+from elasticrun.testing import processes
+from tests.counting import let_pass
 from tests.further import further
 from tests.harness import await_true, free_port, warm_server
 
@@ -106,6 +108,21 @@ def test_ctrl_c_before_anything_is_saved(place: Path) -> None:
     assert (begun.returncode, "ended by SIGINT (2)" in said) == (1, True), said
     (row,) = json.loads(_run("list", "-o", "json").stdout)
     assert (row["state"], row["step"], row["saved"]) == ("interrupted", 3, -1)
+
+
+def test_ctrl_c_while_the_master_gets_no_cpu_time(place: Path) -> None:
+    """The result is written all the same, before the command returns."""
+    begun = _begin("train.py", HOLD="1")
+    await_true((place / "held").exists, "the last step")
+    (master,) = filter(processes.is_master, processes.children(begun.pid))
+    os.kill(master, signal.SIGSTOP)
+    begun.send_signal(signal.SIGINT)
+    let_pass(2.5)
+    os.kill(master, signal.SIGCONT)
+    _, said = begun.communicate(timeout=120)
+    assert begun.returncode == 1, said
+    (row,) = json.loads(_run("list", "-o", "json").stdout)
+    assert row["state"] == "interrupted", said
 
 
 def test_the_same_folder_again(place: Path) -> None:

@@ -171,7 +171,7 @@ async def test_the_first_step_of_a_job_shows_which_run_it_continues(
 ) -> None:
     """A later master's first step shows nothing: the job may have begun at step 0."""
     monkeypatch.setenv("ELASTICRUN_RUNS", str(tmp_path / "runs"))
-    monkeypatch.setattr("elasticrun.master.outward.outward.END_LIMIT", LIMIT)
+    monkeypatch.setattr("elasticrun.master.outward.outward.RESULT_LIMIT", LIMIT)
     same = {"program": ("script", "train.py"), "workdir": str(tmp_path)}
     old = RunFolder(make_run(tmp_path / "runs", "train", "00000001"))
     old.write_job(JobRecord(name="train", began=1.0, **same))

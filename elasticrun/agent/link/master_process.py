@@ -91,6 +91,10 @@ the command returns."""
 LEAVE_LIMIT: Final = 1.0
 """The same when only this node leaves: the master may keep running for other nodes."""
 
+ALONE_LIMIT: Final = 8.0
+"""The same when there can be no other node: the master is then killed, and what it has not written
+of the job's result and progress is lost. On a busy machine it may get no CPU time for seconds."""
+
 RECORD_LIMIT: Final = 5.0
 """Seconds for removing a record at the end; after that the next run's sweep removes it."""
 
@@ -383,6 +387,7 @@ class MasterHost:
         import asyncio
 
         self._closing = True
+        alone = self._node.launch.spec.max_nodes == 1
         if self._timer is not None:
             self._timer.cancel()
         if self._master is not None:
@@ -392,8 +397,8 @@ class MasterHost:
             if not self._answer:
                 self.kill()  # not even serving yet
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._exited.wait(), limit)
-        alone = self._node.launch.spec.max_nodes == 1
+                wait = max(limit, ALONE_LIMIT) if alone else limit
+                await asyncio.wait_for(self._exited.wait(), wait)
         if alone:
             self.kill()
         if self._master is not None:

@@ -32,7 +32,11 @@ if TYPE_CHECKING:
     from elasticrun.master.outward.tensorboard import TensorBoard
 
 END_LIMIT: Final = 1.0
-"""Seconds that the master's exit waits for each of: the run folder, TensorBoard, the events."""
+"""Seconds that the master's exit waits for each of: TensorBoard, the events."""
+
+RESULT_LIMIT: Final = 4.0
+"""Seconds that it waits for the run folder, on a busy machine or disk: without its result the job
+counts as lost."""
 
 OPEN_LIMIT: Final = 30.0
 """Seconds for opening the run folder that the user named."""
@@ -162,13 +166,13 @@ class Outward:
             self._notifier.put("end", exit_code=end.exit_code, reason=end.reason)
 
     def close(self) -> None:
-        """Write the last-words file, wait for pending work (END_LIMIT each) and stop. Blocks;
+        """Write the last-words file, wait for pending work within its limits, and stop. Blocks;
         idempotent."""
         result, self._result = self._result, None
         if self._config.last_words and result is not None:
             with contextlib.suppress(OSError):
                 Path(self._config.last_words).write_bytes(last_words(result))
-        self._files.close(END_LIMIT)
+        self._files.close(RESULT_LIMIT)
         if self._run is not None:
             self._run.close()
         if self._tensorboard is not None:
