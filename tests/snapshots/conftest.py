@@ -74,7 +74,7 @@ def _run_undisturbed(mode: str, world: int, steps: int) -> list[str]:
         ]
         done = subprocess.run(
             command,
-            env={**os.environ, **processes.warm_process(os.environ)},
+            env={**os.environ, **TRAINING, **processes.warm_process(os.environ)},
             capture_output=True,
             text=True,
             timeout=240,

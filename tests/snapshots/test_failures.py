@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elasticrun.training.checkpointing.checkpointer import PERSIST_LIMIT
-from tests.further import further
+from tests.further import cases, further
 from tests.snapshots.conftest import (
     NOTICED,
     STEPS,
@@ -248,11 +248,12 @@ def test_what_is_wanted_in_storage_comes_there(training: Training) -> None:
     assert not list(training.ckpt.glob("**/*.tmp"))
 
 
-def test_saved_at_the_breakpoint(training: Training) -> None:
+@pytest.mark.parametrize("mode", cases(["counter", "fsdp2"], kept=["counter"]))
+def test_saved_at_the_breakpoint(training: Training, mode: str) -> None:
     """A rank dies between two snapshots: nothing is lost, and the end is the same to the bit. With
     --save-at-breakpoint what memory gave is written out in the background, without a wait."""
     training.start(
-        *("--die", "1:7:kill"), mode="fsdp2", max_restarts=1, options=["--save-at-breakpoint"]
+        *("--die", "1:7:kill"), mode=mode, max_restarts=1, options=["--save-at-breakpoint"]
     )
     training.ends_as_if_undisturbed(0, 7)
     assert training.said(MEMORY)
