@@ -31,6 +31,8 @@ Done = subprocess.CompletedProcess[str]
 ONLY_ASK = ("list", "status", "top")
 
 LAST_CALL = ("--rdzv-conf", "last_call_timeout=1,heartbeat_timeout=60")
+PRELOAD = ("--preload", "torch.distributed.checkpoint")
+"""What a Checkpointer imports, in none of the many lives of the ranks."""
 
 
 class Person:
@@ -123,7 +125,7 @@ def test_top_ends_with_its_job(person: Person) -> None:
 def test_a_job_from_submit_to_delete(person: Person) -> None:
     folder, out = person.world.scratch, person.world.scratch / "out"
     program = training(folder)
-    words = ("submit", "--name", "tr", "--nodes", "1:2", *LAST_CALL, "--", *program)
+    words = ("submit", "--name", "tr", "--nodes", "1:2", *LAST_CALL, *PRELOAD, "--", *program)
     said = on_a_terminal(person, words)
     assert "job tr has started on this host, with 2 agents as its nodes" in said
     assert "elasticrun logs tr -f" in said
