@@ -286,6 +286,10 @@ def test_the_master_alone_stands_still(world: World, etcd_server: EtcdServer) ->
     assert launched.wait() == 0
 
 
+@further(
+    "etcd/test_store::test_the_outcome_stays_and_the_leadership_goes",
+    "master/test_return::test_a_master_by_hand_goes_on_where_it_was_and_remembers_the_end",
+)
 def test_who_comes_after_the_end_is_told(world: World, etcd_server: EtcdServer) -> None:
     """A job that failed: no second one begins under its name, and its end is the later one's."""
     launched = start(world, etcd_server, "n0", "1:2", "--max-restarts=0")

@@ -15,7 +15,7 @@ from elasticrun.wire.spawning import SendSignal
 from elasticrun.wire.types import EntryKind, Entrypoint
 from tests import needs
 from tests.forkserver.driver import Driver, fifo, plain_environment, read_line, script
-from tests.further import cases
+from tests.further import cases, further
 
 needs.packages("setproctitle")
 pytestmark = pytest.mark.slow
@@ -46,6 +46,7 @@ signal.pause()
 """
 
 
+@further("forkserver/test_ranks::test_tools_see_the_script")
 @pytest.mark.parametrize("length", cases([4, 300], kept=[300]))
 def test_a_title_is_seen_as_in_a_plain_interpreter(
     server: Driver, tmp_path: Path, length: int

@@ -54,6 +54,7 @@ def test_a_node_turns_bad_while_it_trains(health: Health, tmp_path: Path) -> Non
     assert not await_exit(left), processes_of(left)
 
 
+@further("test_a_node_turns_bad_while_it_trains", "core/scripts/unhealthy_below_min.txt")
 def test_a_node_that_is_bad_at_the_start_trains_nothing(health: Health, tmp_path: Path) -> None:
     job = health.start("1:2", "--grow=now", nodes=1)
     world = health.world_of(0)

@@ -473,6 +473,10 @@ if "elasticrun.master" in sys.orig_argv:
 """
 
 
+@further(
+    "master/test_record::test_three_masters_that_fail_on_one_state_within_a_minute",
+    "master/test_record::test_a_record_that_cannot_be_used_is_set_aside",
+)
 @pytest.mark.parametrize("poison", cases(["at once", "later"], kept=["at once"]))
 def test_a_state_on_which_masters_fail_is_set_aside(world: World, poison: str) -> None:
     """No crash loop. The agents bring the round back, nothing is restarted."""
