@@ -100,7 +100,14 @@ def test_typed_on_three_machines_at_one_moment_it_is_one_job_that_outlives_its_h
     [file] = machines.files()
     assert file.name.startswith(".elasticrun-")
     assert file.stat().st_mode & 0o777 == 0o600
-    [host] = [name for name, job in jobs.items() if "serving job" in job.stderr]
+    hosts: list[str] = []
+
+    def told() -> bool:
+        hosts[:] = [name for name, job in jobs.items() if "serving job" in job.stderr]
+        return bool(hosts)
+
+    await_true(told, "line of the agent that serves the job")
+    [host] = hosts
     typed = "to join, on a machine with this folder: elasticrun --nnodes=1:3 puppet.py"
     jobs[host].until_text(typed)
     machines.power_off(host)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from elasticrun.agent.logs import tail
 from tests.further import cases, further
 from tests.harness import ELASTICRUN, LIMIT, SCRIPTS, World
 
@@ -24,13 +25,14 @@ TRACEBACK = re.compile(
 
 UNHURRIED = """
 import sys
-from elasticrun.agent.logs import fold
+from elasticrun.agent.logs import fold, tail
 from elasticrun.__main__ import main
 
-fold.WINDOW = float(sys.argv.pop(1))
+fold.WINDOW, tail.SHOW_AFTER = (float(sys.argv.pop(1)) for _ in range(2))
 sys.exit(main())
 """
-"""elasticrun that waits so many seconds for ranks that are about to say the same."""
+"""elasticrun that waits so many seconds for ranks that are about to say the same, and for the end
+of a line."""
 
 
 class Seen:
@@ -64,10 +66,10 @@ def ends(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
     os.close(reader)
 
 
-def chorus(world: World, writer: int, *flags: str) -> None:
+def chorus(world: World, writer: int, *flags: str, show_after: float = tail.SHOW_AFTER) -> None:
     """Four ranks."""
     words = ("--nproc-per-node=4", "--tee=3", "--log-dir=logs", *flags)
-    command = (sys.executable, "-c", UNHURRIED, str(LIMIT), *words)
+    command = (sys.executable, "-c", UNHURRIED, str(LIMIT), str(show_after), *words)
     world.command((*command, str(SCRIPTS / "chorus.py")), stdout=writer)
     os.close(writer)
 
@@ -81,7 +83,7 @@ def files(world: World) -> dict[int, str]:
 @pytest.mark.parametrize("ends", ["terminal"], indirect=True)
 def test_a_terminal_is_folded(world: World, ends: tuple[int, int]) -> None:
     reader, writer = ends
-    chorus(world, writer)
+    chorus(world, writer, show_after=LIMIT)  # the beginning of a line would end its folding
     seen = Seen(reader)
     seen.until(lambda text: "step 100" in text)
     (world.scratch / "more").touch()
