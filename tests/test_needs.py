@@ -12,6 +12,10 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 TESTS = Path(__file__).resolve().parent
 INSIDE_JOBS = ("scripts", "packages")
 """Folders of files that only jobs import. The tests that start these jobs name the needs."""

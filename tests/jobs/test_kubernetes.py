@@ -438,7 +438,8 @@ def test_a_suspended_job_has_saved_and_its_master_answers(in_pods: StandIn, tmp_
     assert (run.path / "events.jsonl").stat().st_size > 0
     words = ("submit", "--on", "k8s", "--name", "reader", *IMAGE, *data, "--no-python")
     user.types(*words, "--", "sleep", "1000")
-    await_true(lambda: "\n[0] " in ran("logs", "tr", env=user.environ).stdout, "kept logs")
+    kept = re.compile(r"^\[0\] ", re.M)
+    await_true(lambda: kept.search(ran("logs", "tr", env=user.environ).stdout), "kept logs")
     before = len(starts(out, 0))
     user.types("resume", "tr")
     await_true(lambda: len(starts(out, 0)) > before, "a life after it was resumed")
