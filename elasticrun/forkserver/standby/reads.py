@@ -60,7 +60,9 @@ def _is_kernels(path: str) -> bool:
 def _content(path: str) -> State:
     with open(path, "rb", buffering=0) as file:
         data = file.read(_MAX_BYTES)
-    return (hashlib.sha256(_VARYING.sub(b"", data)).digest(),)
+    if os.path.basename(path) == "cpuinfo":  # of all files this would cost five times the hash
+        data = _VARYING.sub(b"", data)
+    return (hashlib.sha256(data).digest(),)
 
 
 def _names(path: str) -> bytes:
