@@ -10,11 +10,14 @@ import subprocess
 import termios
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from elasticrun.agent.logs.log_index import LoggedRun
-from elasticrun.host.runs.layout import JobRecord, RunFolder, RunResult
+from elasticrun.core.sight.picture import IncidentRow
+from elasticrun.host.runs.layout import INCIDENTS, JobRecord, RunFolder, RunResult
 from elasticrun.host.system.processes import ProcessId
+from elasticrun.jobs.running.attempts import attempt_ends
 from elasticrun.jobs.running.logs import _is_to_begin
 from tests.agent.logs.test_terminal import Seen
 from tests.further import further
@@ -71,6 +74,21 @@ def test_a_job_that_failed_twice(world: World) -> None:
     grep = shown(world, "--rank=0", "--all", "--grep=step 2$")
     assert grep[1::3][:1] == ["[0] rank 0 life 0 step 2"]
     assert grep[-1] == "[0] rank 0 life 1 step 2"
+
+
+def test_an_incident_belongs_to_the_attempt_of_its_round(tmp_path: Path) -> None:
+    """Its file may be written after the next attempt has begun; a second start counts from 0."""
+    folder = RunFolder(tmp_path)
+    (tmp_path / INCIDENTS).mkdir()
+    for number, (at, round_) in enumerate([(12.0, 1), (13.0, 2), (103.0, 1)], 1):
+        row = IncidentRow(number, "rank", f"{number} failed", "", "", 0.0, round_)
+        file = tmp_path / INCIDENTS / f"{number:04}.json"
+        file.write_bytes(msgspec.json.encode(row))
+        os.utime(file, (at, at))
+    starts = [(0, 10.0), (1, 11.0), (2, 14.0), (0, 100.0), (1, 101.0)]
+    ends = attempt_ends(folder, starts)
+    said = [end.sentence if end is not None else "" for end in ends]
+    assert said == ["1 failed", "2 failed", "", "3 failed", ""]
 
 
 def test_after_a_resume_the_earlier_start_is_not_followed(tmp_path: Path) -> None:

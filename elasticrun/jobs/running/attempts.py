@@ -97,18 +97,25 @@ def attempt_titles(found: Sequence[RankFiles], end: AttemptEnd | None) -> Attemp
     return AttemptTitles(tuple(failed[rank][2] for rank in order), titles, titles.pop(-1, ""))
 
 
-def attempt_ends(folder: RunFolder | None, starts: Sequence[float]) -> list[AttemptEnd | None]:
-    """The end of each attempt; None if the master recorded none. `starts`: the attempts' start
-    times in seconds since 1970, ascending."""
-    if folder is None or not starts:
-        return [None] * len(starts)
+def attempt_ends(
+    folder: RunFolder | None, attempts: Sequence[tuple[int, float]]
+) -> list[AttemptEnd | None]:
+    """The end of each attempt; None if the master recorded none. `attempts`: each one's number and
+    its start in seconds since 1970, ascending.
+
+    An incident belongs to the attempt of its round. Only two starts of a job, which both count from
+    0, are told apart by time: files' times are too coarse for attempts a tenth of a second apart.
+    """
+    found: list[AttemptEnd | None] = [None] * len(attempts)
+    if folder is None or not attempts:
+        return found
     now = time.time()
-    rows = [row for row in read(folder.path / INCIDENTS, now) if row.cause not in NO_FAILURE]
-    ends = [*starts[1:], float("inf")]
-    found = [
-        next((_end_of_row(row) for row in rows if start <= now - row.age < end), None)
-        for start, end in zip(starts, ends, strict=True)
-    ]
+    for row in read(folder.path / INCIDENTS, now):
+        same = [index for index, (number, _) in enumerate(attempts) if number == row.round - 1]
+        if row.cause not in NO_FAILURE and same:
+            begun = [index for index in same if attempts[index][1] <= now - row.age]
+            index = begun[-1] if begun else same[0]
+            found[index] = found[index] or _end_of_row(row)
     result = folder.result()
     if found[-1] is None and result is not None and result.failed_rank >= 0:
         sentence = f"rank {result.failed_rank} failed ({result.failed_how})"
