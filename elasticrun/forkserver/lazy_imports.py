@@ -504,7 +504,8 @@ class HiddenModules:
             if sys.modules.get(name) is not module:
                 yield f"{name} was replaced in sys.modules {before}"
         for name in names:
-            if name in sys.modules and not _is_blank(self.modules[name]):
+            own = self.modules[name]  # is there already if the script has imported this alone
+            if sys.modules.get(name, own) is not own and not _is_blank(own):
                 yield f"{name} was put into sys.modules {before}"
         if sys.path != self._path:
             for top in sorted(tops & self.modules.keys()):

@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,21 @@ def test_a_submodule_of_torch_that_was_preloaded_stays_hidden(tmp_path: Path) ->
     )
     with forking(entry, preload=["torch.utils.benchmark"]) as driver:
         assert driver.run(entry).code == 0
+
+
+def test_a_part_of_a_preloaded_module_may_be_imported_before_it(tmp_path: Path) -> None:
+    """The part comes from the same import, so it is no reason for exec."""
+    text = """
+    import torch, sys
+    import torch.distributed.tensor
+    assert "torch.distributed.checkpoint" not in sys.modules
+    import torch.distributed.checkpoint
+    assert sys.modules["torch.distributed.tensor"] is torch.distributed.tensor
+    """
+    entry = script(tmp_path / "s.py", textwrap.dedent(text))
+    with forking(entry, preload=["torch.distributed.checkpoint"]) as driver:
+        assert driver.run(entry).code == 0
+        assert driver.all_of(Notice) == []
 
 
 def test_the_package_above_a_preloaded_module_brings_all_that_its_import_loaded(

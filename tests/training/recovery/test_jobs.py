@@ -17,6 +17,10 @@ from tests.harness import TRAINING
 pytestmark = pytest.mark.slow
 
 KILLS = 125
+"""In each of four trainings."""
+
+NODES = 0.2
+"""Their share that ends all processes of a node."""
 
 SCRIPT = Path(__file__).parent / "recovering.py"
 EXAMPLE = Path(__file__).parents[3] / "examples" / "recoverable.py"
@@ -88,11 +92,12 @@ def test_survivors_keep_their_process_and_the_weights_are_the_same(
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "hsdp", "compiled"])
 def test_killed_at_random_moments(kind: str, elastic_job: Any, tmp_path: Path) -> None:
-    """In a quiet moment, in the middle of steps, and while the ranks come back."""
+    """A rank or a whole node: in a quiet moment, in the middle of steps, and while the ranks come
+    back."""
     steps = 3 * KILLS
-    expected = Run(elastic_job, kind, tmp_path / "undisturbed", steps, nproc_per_node=4).end()
-    how = {"nproc_per_node": 4, "max_restarts": 2 * KILLS, "options": ["--restart-backoff=0"]}
-    run = Run(elastic_job, kind, tmp_path / "killed", steps, **how)
+    how = {"nnodes": 2, "nproc_per_node": 2, "options": ["--restart-backoff=0"]}
+    expected = Run(elastic_job, kind, tmp_path / "undisturbed", steps, **how).end()
+    run = Run(elastic_job, kind, tmp_path / "killed", steps, **how, max_restarts=2 * KILLS)
     chance = random.Random(kind)
     step, since = 0, None
     for _ in range(KILLS):
@@ -102,10 +107,16 @@ def test_killed_at_random_moments(kind: str, elastic_job: Any, tmp_path: Path) -
             run.go_to(step)
         if moment == "quiet":
             run.job.wait_for(step=step - 1, since=since)
-        since = run.job.kill_rank(chance.randrange(4))
+        if chance.random() < NODES:
+            node = chance.randrange(2)
+            since = run.job.kill_node(node)
+            run.job.restart_node(node)
+        else:
+            run.job.wait_for(lambda status: status.world_size == 4)
+            since = run.job.kill_rank(chance.randrange(4))
     assert run.end() == expected
     lived = list(run.entries().values())
-    assert sum(len(entries) - 1 for entries in lived) > KILLS // 2
+    assert sum(len(entries) - 1 for entries in lived) > KILLS // 4
     for entries in lived:
         assert len({one["kept"] for one in entries}) == 1
 
