@@ -470,6 +470,9 @@ def _end_round() -> None:
         _reset_frameworks()
         if dist.is_initialized():
             dist.destroy_process_group()
+        # An interrupted init_process_group has counted its group. The count is part of the name by
+        # which ranks find each other in the store, and it begins with 0 in new ranks.
+        dist.distributed_c10d._world.group_count = 0
     gc.collect()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import select
 import signal
@@ -14,6 +15,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from elasticrun import training
 from elasticrun.training import recovery
@@ -195,6 +197,26 @@ def test_a_lost_peer_is_reported_and_the_function_called_again(agent: StandIn) -
     assert raised.message == "RuntimeError: Connection closed by peer"
     assert "in lose_a_peer" in raised.traceback
     agent.expect(Left, Returned)
+
+
+def test_groups_have_the_names_that_a_new_rank_gives_them(agent: StandIn) -> None:
+    """Also if the peers were lost while the group was made: else the ranks never meet again."""
+    names: list[str] = []
+    agent.answers = {Raised: [LeaveRound()], Left: [entered("1")]}
+
+    @training.recoverable
+    def train() -> None:
+        peers = 1 if names else 2  # the second one never comes
+        names.append("none")
+        timeout = datetime.timedelta(seconds=0.1 if peers == 2 else LIMIT)
+        dist.init_process_group(
+            "gloo", store=dist.HashStore(), rank=0, world_size=peers, timeout=timeout
+        )
+        names[-1] = str(dist.group.WORLD.group_name)
+        dist.destroy_process_group()
+
+    train()
+    assert names == ["none", "0"]
 
 
 def test_an_exception_of_its_own_is_raised(agent: StandIn) -> None:
