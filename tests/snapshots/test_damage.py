@@ -246,15 +246,15 @@ def test_the_second_job_writes_nothing_until_the_first_ends(world: World, tmp_pa
     "snapshots/saver/test_timelines::test_nothing_older_replaces_what_another_job_has_written_since"
 )
 def test_an_older_history_does_not_replace_newer_steps(world: World, tmp_path: Path) -> None:
-    """Two jobs of one name: the first one falls behind while the second one has the folder, and
+    """Two starts of one job: the first one stands still until the second one has the folder, and
     would write older steps once that has ended."""
     script, folder = tmp_path / "train.py", tmp_path / "ckpt"
     script.write_text(WRITES)
 
     def job(name: str, pace: float) -> tuple[Path, Launched]:
         stop = tmp_path / f"stop-{name}"
-        words = ("--standalone", "--rdzv-id=one", str(script), str(folder), str(stop), str(pace))
-        return stop, world.launch(ELASTICRUN, *words)
+        words = ("--standalone", "--rdzv-id=one", "--rdzv-conf=heartbeat_timeout=600", str(script))
+        return stop, world.launch(ELASTICRUN, *words, str(folder), str(stop), str(pace))
 
     def newest() -> int:
         found = folder.glob("step-*/.metadata")
@@ -262,9 +262,12 @@ def test_an_older_history_does_not_replace_newer_steps(world: World, tmp_path: P
 
     stop_one, one = job("one", 2.0)
     await_true(newest, "checkpoint of the first job")
+    agent = psutil.Process(one.pid)
+    agent.suspend()
     stop_two, two = job("two", 0.05)
-    one.until_text(f"{folder} is claimed by another master of this job")
     await_true(lambda: newest() > 60, "sixty steps of the second job")
+    agent.resume()
+    one.until_text(f"{folder} is claimed by another master of this job")
     stop_two.touch()
     assert two.wait() == 0, two.stderr
     last = newest()

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import random
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
@@ -55,16 +56,22 @@ class FolderClaim:
 
         the claim there      what this node does
         none, or stale       takes it
-        of this job          takes it, unless its own master has been replaced: the claim lists the
+        of this run          takes it, unless its own master has been replaced: the claim lists the
                              terms of all masters before the one that took it last
-        of another job that  writes nothing there, reports who claims it, and checks again
-        renews it
+        of another run or    writes nothing there, reports who claims it, and checks again
+        job that renews it
+
+    A claim is of this run if this node has followed the master whose term it names. So a second
+    start of a job with the same id, while the first one runs, does not take the folder.
     """
 
-    def __init__(self, job_id: str, term: Callable[[], int]) -> None:
-        """`term`: returns the term of the master that this node follows."""
+    def __init__(self, job_id: str, term: Callable[[], int], name: str = "") -> None:
+        """`term`: returns the term of the master that this node follows. `name`: the job's name for
+        people; "": its id."""
         self._job_id = job_id
+        self._name = name or job_id
         self._term = term
+        self._followed: deque[int] = deque(maxlen=MOST_TERMS)
         self._path = ""
         self._file: ClaimFile | None = None
         self._renewer: ClaimRenewer | None = None
@@ -81,6 +88,16 @@ class FolderClaim:
         if self._watch is None or self._watch.done():
             self._watch = self._tasks.start(self._hold(url), "claiming the folder of checkpoints")
 
+    def follow(self, term: int, *, has_rank_0: bool) -> None:
+        """A round of the master of this term begins. Gives the claim back if rank 0 is elsewhere
+        now: its node may be new, and then knows no other term."""
+        if term not in self._followed:
+            self._followed.append(term)
+        if not has_rank_0 and self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+            self._tasks.start(self._give_back(), "giving a folder's claim back")
+
     async def verify(self, url: str) -> None:
         """Wait until this node may write a marker there. Raises NotOurs as soon as it is certain
         that it may not, and after PATIENCE at the latest."""
@@ -95,6 +112,9 @@ class FolderClaim:
         file system does not answer."""
         if self._watch is not None:
             self._watch.cancel()
+        await self._give_back()
+
+    async def _give_back(self) -> None:
         if self._checking is not None and not self._checking.done():
             await asyncio.wait({self._checking}, timeout=FOLDER_CLOSE_LIMIT)
         try:
@@ -154,21 +174,21 @@ class FolderClaim:
         file = self._file
         claim, took = await on_disk(partial(_read_in_folder, file, path))
         term = self._term()
-        if claim is not None and claim.words.get("job") != self._job_id:
-            self._renewals.observe(claim, took)
-            if not self._renewals.is_stale(claim):
-                if self._renewals.renewed:
-                    self._why_not_ours = (
-                        f"{path} is claimed by job {claim.text('job')} on {claim.text('host')}, "
-                        "which renews its claim: end that job, or use another folder"
-                    )
-                return False
-        elif claim is not None and term in _terms(claim):
+        if claim is not None and self._is_same_job(claim) and term in _terms(claim):
             self._why_not_ours = (
                 f"{path} is claimed by another master of this job, on {claim.text('host')}, "
                 "which has replaced this node's master"
             )
             return False
+        if claim is not None and not self._is_same_run(claim, term):
+            self._renewals.observe(claim, took)
+            if not self._renewals.is_stale(claim):
+                if self._renewals.renewed:
+                    self._why_not_ours = (
+                        f"{path} is claimed by {self._holder(claim)}, "
+                        "which renews its claim: end that job, or use another folder"
+                    )
+                return False
         elif claim is not None and file.mine is not None and claim.is_of(file.mine.holder, term):
             self._why_not_ours = ""
             return True
@@ -179,10 +199,11 @@ class FolderClaim:
             await on_disk(self._renewer.close)
             self._renewer = None
         past: list[int] = []
-        if claim is not None and claim.words.get("job") == self._job_id:
+        if claim is not None and self._is_same_job(claim):
             past = [one for one in (*_terms(claim), claim.number("term")) if one != term]
         words: dict[str, Any] = {
             "job": self._job_id,
+            "name": self._name,
             "host": os.uname().nodename,
             "term": term,
             "before": past[-MOST_TERMS:],
@@ -198,14 +219,25 @@ class FolderClaim:
         return True
 
     def _lost(self, other: Claim) -> None:
-        """The claim was taken over by another node of this job, which is normal, or by another job,
-        which is logged."""
+        """The claim was taken over by another node of this job, which is normal (or reported by the
+        next check), or by another job, which is logged."""
         self._renewer = None
-        if other.words.get("job") != self._job_id:
+        if not self._is_same_job(other):
             self._once.log(
-                f"{self._path} was taken over by job {other.text('job')} on {other.text('host')}, "
+                f"{self._path} was taken over by {self._holder(other)}, "
                 "because this job's claim was not renewed in time"
             )
+
+    def _is_same_job(self, claim: Claim) -> bool:
+        return claim.words.get("job") == self._job_id
+
+    def _is_same_run(self, claim: Claim, term: int) -> bool:
+        return self._is_same_job(claim) and claim.number("term") in (term, *self._followed)
+
+    def _holder(self, claim: Claim) -> str:
+        name = claim.text("name") or claim.text("job")
+        start = "another start of " if self._is_same_job(claim) else ""
+        return f"{start}job {name} on {claim.text('host')}"
 
 
 def _local(url: str) -> str | None:

@@ -116,7 +116,8 @@ class LocalSnapshots:
             self._report,
             self,
         )
-        self._claim = FolderClaim(job_id, self._term)
+        run = launch.master.run
+        self._claim = FolderClaim(job_id, self._term, "" if run.unnamed else run.name)
         self._shards = Shards(self._store)
         self._replicas = Replicator(self._store)
         self._persisting = Persisting(self._store, self._shards, self._claim)
@@ -164,6 +165,7 @@ class LocalSnapshots:
         for peer in list(self._server.peers):
             if isinstance(peer.here, s.RankHere):
                 peer.close()
+        self._claim.follow(start.round.term, has_rank_0=start.first_rank == 0)
         self._work.round_began(start)
         self._remarks.clear()
         self.drain.start(self._generation)

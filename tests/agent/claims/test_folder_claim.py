@@ -58,10 +58,13 @@ async def test_the_claim_of_a_killed_job_is_taken_by_one_of_another_name(tmp_pat
     await resumed.close()
 
 
-async def test_the_same_job_started_again_is_not_locked_out(tmp_path: Path) -> None:
+async def test_the_same_run_is_not_locked_out(tmp_path: Path) -> None:
     """By another node, by a new master, and by the same node after both."""
     term = 1
     one, two = claim(term=lambda: term), claim(term=lambda: term)
+    for one_term in (1, 2):
+        one.follow(one_term, has_rank_0=True)
+        two.follow(one_term, has_rank_0=True)
     for node in (one, two, one):
         await node.verify(str(tmp_path))
     term = 2
@@ -73,12 +76,42 @@ async def test_the_same_job_started_again_is_not_locked_out(tmp_path: Path) -> N
     assert os.listdir(tmp_path) == []
 
 
+async def test_a_second_start_does_not_take_what_the_first_one_uses(tmp_path: Path) -> None:
+    """Two commands with one --rdzv-id; once the first one has ended, the second one writes."""
+    first, second = claim(term=lambda: 1), claim(term=lambda: 2)
+    await first.verify(str(tmp_path))
+    with pytest.raises(NotOurs, match="is claimed by another start of job one on "):
+        await second.verify(str(tmp_path))
+    await first.verify(str(tmp_path))
+    await first.close()
+    await second.verify(str(tmp_path))
+    await second.close()
+
+
+async def test_a_new_node_that_gets_rank_0_takes_the_claim(tmp_path: Path) -> None:
+    """It knows no earlier term, so the node that had rank 0 gives its claim back."""
+    term = 1
+    old, new = claim(term=lambda: term), claim(term=lambda: term)
+    old.follow(1, has_rank_0=True)
+    old.start(str(tmp_path))
+    await old.verify(str(tmp_path))
+    term = 2
+    new.follow(2, has_rank_0=True)
+    old.follow(2, has_rank_0=False)
+    await new.verify(str(tmp_path))
+    await new.close()
+    await old.close()
+    assert os.listdir(tmp_path) == []
+
+
 async def test_after_a_split_the_half_of_the_older_master_writes_nothing(tmp_path: Path) -> None:
     """The order of masters is that in which they took the folder; no clock is asked, so the terms,
     which are of clocks, may be in any order."""
     terms = {"left": 7, "right": 3}
     left = claim(term=lambda: terms["left"])
     right = claim(term=lambda: terms["right"])
+    for half in (left, right):
+        half.follow(7, has_rank_0=half is left)
     await left.verify(str(tmp_path))
     await right.verify(str(tmp_path))
     for _ in range(2):
