@@ -46,6 +46,9 @@ HEADLINE: Final = "torch.distributed.elastic.multiprocessing.errors.ChildFailedE
 HOW_TO_RESTART: Final = "0 is the default, as under torchrun; --max-restarts=3 allows 3 restarts"
 """The last line of a failed job whose user did not set --max-restarts."""
 
+NOT_SAVED: Final = (
+    "the last steps may not be saved: the same command continues from the newest checkpoint"
+)
 HOW_TO_CONTINUE: Final = "run the same command again to continue from it"
 
 NO_OTHERS: Final = "  <NO_OTHER_FAILURES>"
@@ -222,7 +225,7 @@ def outcome_sentence(outcome: Exit, folder: str = "") -> str:
         name = signal.Signals(outcome.signum).name
         ended = f"ended by {name} ({outcome.signum}); the ranks have been shut down"
         if outcome.code != EXIT_SAVED:
-            return ended
+            return f"{ended}; {NOT_SAVED}{where}" if folder else ended
         step = f"step {outcome.saved}" if outcome.saved >= 0 else "the last step"
         return f"{ended}; {step} is saved{where}: {HOW_TO_CONTINUE}"
     reason = directed(outcome.reason, unreachable_side(outcome.why))

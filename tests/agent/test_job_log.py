@@ -277,7 +277,12 @@ def test_who_is_told_to_leave_reads_what_was_saved_and_how_to_go_on() -> None:
         outcome_sentence(structs.replace(saved, saved=-1))
         == f"{ended}; the last step is saved: {again}"
     )
-    assert outcome_sentence(structs.replace(saved, code=EXIT_FAILED, saved=-1), "/ckpt") == ended
+    lost = structs.replace(saved, code=EXIT_FAILED, saved=-1)
+    assert outcome_sentence(lost) == ended, "without a Checkpointer"
+    assert outcome_sentence(lost, "/ckpt") == (
+        f"{ended}; the last steps may not be saved: the same command continues from the newest "
+        "checkpoint in /ckpt"
+    )
 
 
 def test_a_master_that_does_not_answer() -> None:
