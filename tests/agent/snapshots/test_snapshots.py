@@ -501,9 +501,12 @@ async def test_who_says_nothing_is_hung_up_on(node: Node, monkeypatch) -> None:
     assert await (await node.call(Client, name)).hangs_up()
 
 
-async def test_there_are_not_more_connections_than_there_can_be(node: Node) -> None:
+async def test_there_are_not_more_connections_than_there_can_be(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "INTRODUCTION_LIMIT", 2 * LIMIT)
     name, _ = read_place(node.snapshots.place(0))
-    for _ in range(2 * 2 + peers.SPARE):
+    for _ in range(4 * 2 + peers.SPARE):
         await node.call(Client, name)
     one_more = await node.call(Client, name)
     assert await one_more.hangs_up()
