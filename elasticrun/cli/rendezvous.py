@@ -155,10 +155,10 @@ def join_command(
     tail = 1 + len(values.ns.training_script_args or ())
     flags, program = without_flags(words[:-tail], _NODE_FLAGS), list(words[-tail:])
     given: Mapping[str, str] = getattr(values.ns, "given", {})
+    if grow and "grow" not in given:
+        flags.insert(0, f"--grow={grow}")
     if "nnodes" not in given:
         flags.insert(0, f"--nnodes={values.text('nnodes')}")
-    if grow and "grow" not in given:
-        flags.insert(1, f"--grow={grow}")
     return JoinCommand((*flags, *program), len(flags), folder)
 
 

@@ -214,6 +214,7 @@ def parts(command: JoinCommand) -> str:
         ("--nnodes=1:10 train.py --lr 1", {}, "--nnodes=1:10 | train.py --lr 1"),
         ("--nnodes=1:9 --tee 3 -m a.b", {}, "--nnodes=1:9 --tee 3 -m | a.b"),
         ("train.py 'a b'", {"PET_NNODES": "1:3"}, "--nnodes=1:3 | train.py 'a b'"),
+        ("--name tr --nnodes 1:2 -- s.py", {}, "--name tr --nnodes 1:2 -- | s.py"),
     ],
 )
 def test_the_command_for_other_nodes(words: str, environ: Mapping[str, str], shown: str) -> None:
@@ -225,7 +226,7 @@ def test_the_command_for_other_nodes(words: str, environ: Mapping[str, str], sho
 @pytest.mark.parametrize(
     ("meets", "shown"),
     [
-        ("--nnodes=1:4", "--nnodes=1:4 --grow=now | s.py"),
+        ("--nnodes=1:4", "--grow=now --nnodes=1:4 | s.py"),
         ("--nnodes=1:4 --rdzv-endpoint=file:///x/a", None),
         ("--nnodes=1:4 --rdzv-endpoint=h:1", ""),
         ("--nnodes=1", ""),
@@ -257,10 +258,11 @@ def test_it_says_when_newcomers_are_let_in_where_the_first_command_meant_it() ->
     """Else the master would say that the second node was started otherwise."""
     given = ["--nnodes=1:2", "s.py"]
     asked = FlagValues(get_args_parser(LOCAL).parse_args(given), LOCAL)
-    assert parts(join_command(given, asked, "/here", "now")) == "--nnodes=1:2 --grow=now | s.py"
-    given = ["--grow=auto", "--nnodes=1:2", "s.py"]
+    assert parts(join_command(given, asked, "/here", "now")) == "--grow=now --nnodes=1:2 | s.py"
+    given = ["--name", "tr", "--nnodes", "1:2", "s.py"]  # a value of its own follows the first word
     asked = FlagValues(get_args_parser(LOCAL).parse_args(given), LOCAL)
-    assert parts(join_command(given, asked, "/here", "auto")) == "--grow=auto --nnodes=1:2 | s.py"
+    shown = "--grow=now --name tr --nnodes 1:2 | s.py"
+    assert parts(join_command(given, asked, "/here", "now")) == shown
 
 
 def test_folders_that_are_shared_although_statfs_does_not_say_so(tmp_path: Path) -> None:

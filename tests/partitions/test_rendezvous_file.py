@@ -230,7 +230,7 @@ def test_the_printed_lines_are_what_other_machines_type(machines: Machines) -> N
     machines.world.hub.ranks(2, world_size=2)
     found = next(line for line in lines if "or, with the job's token (" in line)
     token, _, typed = found.partition("token (")[2].partition(") on it: ")
-    assert typed.startswith("elasticrun --nnodes=1:3 --grow=now --rdzv-endpoint=192.0.2.1:29400 ")
+    assert typed.startswith("elasticrun --grow=now --nnodes=1:3 --rdzv-endpoint=192.0.2.1:29400 ")
     copied = machines.world.scratch / "job.token"
     shutil.copy(token, copied)
     flag = f"--token-file={copied}"
