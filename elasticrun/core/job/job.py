@@ -599,7 +599,8 @@ class Job:
             why = trouble or restarts.verdict(None, now).reason
             cost = restarts.settle(trouble, rdzv.formed_at, now)
             ctx.note(cost)
-            self._last_failure = trouble or self._last_failure  # the suspicion is confirmed
+            # what was reported first may have been the loss of a peer
+            self._last_failure = why or self._last_failure
         self._sight.incidents.decided(why, cost)
         ctx.number += 1
         name = RoundName(ctx.term, ctx.number, ctx.mint())

@@ -94,6 +94,17 @@ def test_failures_on_two_nodes_are_one_restart() -> None:
     assert master.job.status().restart_count == 1
 
 
+def test_the_status_names_the_cause_and_not_who_lost_it_as_a_peer() -> None:
+    master = Master()
+    name = master.running()
+    echo = replace(failure(0), kind=m.FailureKind.PEER_LOST)
+    master.hear(1, m.RanksFailed(name, (echo,)))
+    assert "rank 0" in master.job.status().last_failure
+    master.hear(2, m.RanksFailed(name, (failure(2),)))
+    master.both_back(name)
+    assert master.job.status().last_failure == "rank 2 on node b: boom"
+
+
 def test_a_node_that_was_suspect_is_told_as_dead_once_it_is() -> None:
     """The status shows the cause as it was settled, not as it was suspected."""
     master = Master(replace(SPEC, min_nodes=1))
