@@ -68,7 +68,7 @@ class _Open:
     restored: int = -1  # the step that this round restores; -1: unknown
     steps_lost: int = 0
     is_first_reported: bool = False  # a node has reported its first collective or step
-    last_lines: str = ""
+    wrote: dict[int, str] = field(default_factory=dict)  # last lines by rank, of a few ranks
     stacks: tuple[StackRow, ...] = ()
     verdict: VerdictRow | None = None
     found: tuple[str, ...] = ()
@@ -80,6 +80,13 @@ class _Open:
         """End the current phase of recovery and begin this one."""
         self.spent[self.phase] = self.spent.get(self.phase, 0.0) + now - self.since
         self.phase, self.since = phase, now
+
+    @property
+    def last_lines(self) -> str:
+        """What the rank wrote last that is known to have failed first; without one, the first rank
+        of which anything is known."""
+        ranks = (self.origin.rank,) if self.origin.rank >= 0 else self.wrote
+        return next((self.wrote[rank] for rank in ranks if rank in self.wrote), "")
 
     def row(self, now: float, *, over: bool) -> IncidentRow:
         spent, restarted = dict(self.spent), -1.0
@@ -148,9 +155,9 @@ class Incidents:
         if isinstance(report, m.Quiet):
             self._quiet(report)
         elif (one := self._open) is not None:
-            own = report.round.number == one.round
-            if own and (report.rank == one.origin.rank or not one.last_lines):
-                one.last_lines = report.text
+            fits = len(one.wrote) < MAX_FOLLOWED or report.rank == one.origin.rank
+            if report.round.number == one.round and fits:
+                one.wrote[report.rank] = report.text
                 if not one.is_tentative:
                     self._file(one.row(self._ctx.now, over=False))
         elif self._ended and self._rows:  # the job ended before they arrived
@@ -208,6 +215,7 @@ class Incidents:
             return
         if not one.decision:
             one.origin = origin_of(self._ctx, reason) if reason is not None else one.origin
+            self._add_traceback(one)
             if follow := followers(self._ctx, one.origin):
                 one.followed.insert(0, follow)
             late = one.origin.silent - (self._ctx.now - one.began)
@@ -289,13 +297,18 @@ class Incidents:
         one.spent.update({name: seconds for name, seconds in spent.items() if seconds > 0.0})
         one.verdict = last_state.verdict
         if origin.cause == "hang":
-            one.last_lines = last_state.wrote[-MAX_CHARS:]
-        elif origin.rank >= 0:
-            one.last_lines = ctx.restarts.window.failures[0].traceback[-MAX_CHARS:]
+            one.wrote[origin.rank] = last_state.wrote[-MAX_CHARS:]
+        self._add_traceback(one)
         if last_state.verdict is not None or origin.cause == "hang":
             one.stacks = last_state.stacks[:MAX_STACKS]
         if not one.is_tentative:
             self._file(one.row(now, over=False))
+
+    def _add_traceback(self, one: _Open) -> None:
+        """Of the rank that failed first, until its last lines arrive."""
+        for failure in self._ctx.restarts.window.failures:
+            if failure.rank == one.origin.rank and failure.traceback:
+                one.wrote.setdefault(failure.rank, failure.traceback[-MAX_CHARS:])
 
     def _show(self, one: _Open) -> None:
         """The other nodes stay: show the incident if it is not shown yet."""

@@ -114,6 +114,22 @@ def test_all_count_the_steps_of_one_event_alike() -> None:
     assert master.job.picture().incidents[-1].step == 31
 
 
+@pytest.mark.parametrize("said", ["", "its own"])
+def test_the_last_lines_are_of_the_rank_that_failed_first(said: str) -> None:
+    """Who lost it as a peer is reported before it, with a traceback."""
+    master = Master()
+    name = trains(master, 40)
+    echo = replace(failure(0), kind=m.FailureKind.PEER_LOST, traceback="Connection reset by peer")
+    master.hear(1, m.RanksFailed(name, (echo,)), m.LastLines(name, 0, "Connection reset by peer"))
+    assert filed(master).last_lines == "Connection reset by peer"
+    master.hear(2, m.RanksFailed(name, (failure(2),)))
+    if said:
+        master.hear(2, m.LastLines(name, 2, said))
+    master.both_back(name)
+    row = master.job.picture().incidents[-1]
+    assert (row.rank, row.last_lines) == (2, said)
+
+
 @pytest.mark.parametrize("all_of_the_node", [True, False])
 def test_a_rank_of_another_node_that_ended_early_is_named(*, all_of_the_node: bool) -> None:
     """As on one node; where others of its node go on, the stop tells of it."""
