@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final
 from elasticrun.agent.job_log import directed
 from elasticrun.agent.runtime import awaited, in_thread
 from elasticrun.agent.workers.events import EventLog
-from elasticrun.agent.workers.exits import signal_name, write_own, write_own_words
+from elasticrun.agent.workers.exits import read_error_file, signal_name, write_own, write_own_words
 from elasticrun.config import EXIT_FAILED, EXIT_FINAL, EXIT_OK, EXIT_SAVED
 from elasticrun.core.events import Exit
 from elasticrun.core.reasons import Saved, code as code_of_reason, is_by_operator, unreachable_side
@@ -44,7 +44,7 @@ HEADLINE: Final = "torch.distributed.elastic.multiprocessing.errors.ChildFailedE
 """How Python shows torchrun's exception; a line break follows the space."""
 
 HOW_TO_RESTART: Final = "0 is the default, as under torchrun; --max-restarts=3 allows 3 restarts"
-"""The last line of a failed job whose user did not set --max-restarts."""
+"""The last line of a failed job whose user did not set --max-restarts, if a restart may help."""
 
 NOT_SAVED: Final = (
     "the last steps may not be saved: the same command continues from the newest checkpoint"
@@ -209,7 +209,8 @@ async def print_outcome(
             logger.error("exit code 93: do not retry this job")
         by_default = not (node.called or launch.spec.max_restarts)
         set_by_user = "max_restarts" in launch.master.sources
-        if by_default and outcome.code == EXIT_FAILED and not set_by_user:
+        unset = by_default and outcome.code == EXIT_FAILED and not set_by_user
+        if unset and not await _cannot_load(root):
             logger.error("%s", HOW_TO_RESTART)
     elif not node.called:
         fine = outcome.code == EXIT_SAVED
@@ -244,6 +245,18 @@ def last_word_of(outcome: Exit) -> LastWord:
     message = own.strip() or what_happened(root)
     text = f"rank {root.rank} on {root.host}: {message}"
     return LastWord(text, root.rank, root.host, code)
+
+
+async def _cannot_load(root: Failure) -> bool:
+    """Whether this node knows that Python cannot load the program or a module of it: another
+    attempt would fail in the same way."""
+    try:
+        found = await in_thread(
+            lambda: read_error_file(root.error_file), limit=FILE_LIMIT, name="error-file"
+        )
+    except TimeoutError:
+        return False
+    return found.cannot_load
 
 
 def _error_file(outcome: Exit) -> None:

@@ -26,7 +26,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any, NoReturn
 
-from elasticrun.wire.spawning import command
+from elasticrun.wire.spawning import CANNOT_LOAD, command
 from elasticrun.wire.types import EntryKind, Entrypoint
 
 MAX_CALLSTACK = 256 * 1024
@@ -42,23 +42,31 @@ def write_error_file(path: str, error: BaseException) -> None:
     import json
     import traceback
 
+    no_module = is_no_module(error)
     try:
-        message = f"{type(error).__name__}: {error}"
+        message = str(error) if no_module else f"{type(error).__name__}: {error}"
     except Exception:  # an exception whose __str__ raises
         message = type(error).__name__
     try:
-        callstack = "".join(traceback.format_exception(error))[-MAX_CALLSTACK:]
-        record = {
-            "message": {
-                "message": message,
-                "extraInfo": {"py_callstack": callstack, "timestamp": str(int(time.time()))},
-            }
+        lines = [message] if no_module else traceback.format_exception(error)
+        extra = {
+            "py_callstack": "".join(lines)[-MAX_CALLSTACK:],
+            "timestamp": str(int(time.time())),
         }
+        if no_module or isinstance(error, ImportError | SyntaxError):
+            extra[CANNOT_LOAD] = "true"
+        record = {"message": {"message": message, "extraInfo": extra}}
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         with open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
             json.dump(record, file)
     except Exception:
         return
+
+
+def is_no_module(error: BaseException) -> bool:
+    """Whether this is runpy's error for a module of `-m` that is not there."""
+    runpy: Any = sys.modules.get("runpy")
+    return runpy is not None and isinstance(error, runpy._Error)
 
 
 class BecomeRank(BaseException):
@@ -82,6 +90,7 @@ class Program:
         self._mask = set(signals)
         self._excepthook = excepthook
         self._call: Callable[[], object] = self._exec_instead
+        self._invalid: SyntaxError | None = None
 
     def prepare(self) -> None:
         """Set argv, path and `__main__`, and compile a script. Runs no user code."""
@@ -114,8 +123,11 @@ class Program:
             with open(self.entry.target, "rb") as file:
                 source = file.read()
             code = compile(source, name, "exec", dont_inherit=True)
-        except (OSError, ValueError, SyntaxError, RecursionError, MemoryError, OverflowError):
+        except SyntaxError as error:
+            self._invalid = error.with_traceback(None)
             return  # the interpreter reports it: _exec_instead
+        except (OSError, ValueError, RecursionError, MemoryError, OverflowError):
+            return  # the same
         if not sys.flags.safe_path:
             sys.path.insert(0, script_folder(self.entry.target))
         loader = importlib.machinery.SourceFileLoader("__main__", name)
@@ -123,6 +135,8 @@ class Program:
         self._call = partial(builtins.exec, code, namespace)
 
     def _exec_instead(self) -> NoReturn:
+        if self._invalid is not None and self.error_file:
+            write_error_file(self.error_file, self._invalid)
         os.execv(sys.executable, command(self.entry))
 
     def hook(self) -> Callable[..., None]:
@@ -138,7 +152,10 @@ class Program:
             try:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
                 calls.pop()()  # leaves the only reference to its namespace to the interpreter
-            except SystemExit:
+            except SystemExit as ended:
+                reason = ended.__context__
+                if error_file and reason is not None and is_no_module(reason):
+                    write_error_file(error_file, reason)
                 raise  # the interpreter handles every kind of it
             except BaseException as error:
                 caught = error  # handled below, outside this except block

@@ -25,6 +25,10 @@ from typing import ClassVar, Final
 from elasticrun.wire import debugger
 from elasticrun.wire.types import EntryKind, Entrypoint
 
+CANNOT_LOAD: Final = "cannotLoad"
+"""Key in `extraInfo` of a rank's error file: Python cannot load the program or a module that it
+imports, so the program would fail in the same way again."""
+
 # ---------------------------------------------------------------- to the spawner
 
 

@@ -21,6 +21,7 @@ from elasticrun.agent.shutdown import ShutdownSteps, child_failed, format_failur
 from elasticrun.agent.workers.exits import describe
 from elasticrun.config import EXIT_FAILED, EXIT_FINAL, EXIT_SAVED, LogPlan, MasterPlan
 from elasticrun.core.events import Exit
+from elasticrun.forkserver.program import write_error_file
 from elasticrun.host.log import NOTICE
 from elasticrun.master.main import _attempt
 from elasticrun.wire.messages import Failure, FailureKind
@@ -229,25 +230,37 @@ async def test_an_end_that_has_saved_is_no_error(code: int, level: int, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("most", "by_user", "code", "told"),
+    ("most", "by_user", "code", "error", "told"),
     [
-        (0, False, EXIT_FAILED, True),
-        (0, True, EXIT_FAILED, False),
-        (3, False, EXIT_FAILED, False),
-        (0, False, EXIT_FINAL, False),
+        (0, False, EXIT_FAILED, ValueError("bad luck"), True),
+        (0, False, EXIT_FAILED, ModuleNotFoundError("No module named 'apex'"), False),
+        (0, True, EXIT_FAILED, None, False),
+        (3, False, EXIT_FAILED, None, False),
+        (0, False, EXIT_FINAL, None, False),
     ],
 )
 async def test_a_job_without_restarts_says_that_it_is_the_default(
-    most: int, by_user: bool, code: int, told: bool, caplog: pytest.LogCaptureFixture
+    most: int,
+    by_user: bool,
+    code: int,
+    error: Exception | None,
+    told: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """In its last line, with the flag that changes it; not where the user has chosen."""
+    """In its last line, with the flag that changes it; not where the user has chosen, and not if
+    another attempt cannot load the program either."""
+    file = tmp_path / "error.json"
+    if error is not None:
+        write_error_file(str(file), error)
     plan = MasterPlan(sources={"max_restarts": "--max-restarts"} if by_user else {})
     written: list[str] = []
     node = node_context(
         launched({"max_restarts": most}, master=plan),
         writer=SimpleNamespace(flush=lambda limit: True, write=written.append),
     )
-    outcome = Exit(code, "rank 0: boom; no restarts left", (failure(0),), 0)
+    root = replace(failure(0), error_file=str(file))
+    outcome = Exit(code, "rank 0: boom; no restarts left", (root,), 0)
     await shutdown.print_outcome(node, outcome, 1.0, ran=True)
     last = "0 is the default, as under torchrun; --max-restarts=3 allows 3 restarts"
     assert (caplog.messages[-1] == last) is told

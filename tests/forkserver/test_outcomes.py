@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from elasticrun.agent.workers.exits import read_error_file
 from elasticrun.wire.spawning import Stale
 from elasticrun.wire.types import EntryKind, Entrypoint
 from tests.forkserver.driver import LIMIT, Driver, plain_environment
@@ -36,9 +37,9 @@ def by_exec(words: list[str], place: Path) -> Outcome:
     return done.returncode, *_texts(place, "exec")
 
 
-def by_fork(server: Driver, entry: Entrypoint, place: Path) -> Outcome:
+def by_fork(server: Driver, entry: Entrypoint, place: Path, error_file: str = "") -> Outcome:
     stdout, stderr = str(place / "fork.out"), str(place / "fork.err")
-    key = server.start(entry, stdout=stdout, stderr=stderr)
+    key = server.start(entry, stdout=stdout, stderr=stderr, error_file=error_file)
     assert server.spawned(key).forked, server.all_of(Stale)
     code = server.exited(key).code
     return code, *_texts(place, "fork")
@@ -85,8 +86,14 @@ def test_outcome_with_torch(server: Driver, tmp_path: Path, name: str) -> None:
 def _compare(server: Driver, place: Path, text: str) -> None:
     path = place / "script.py"
     path.write_bytes(text.encode())
-    expected = by_exec([str(path)], place)
-    assert by_fork(server, Entrypoint(EntryKind.SCRIPT, str(path)), place) == expected
+    expected, error = by_exec([str(path)], place), place / "error.json"
+    entry = Entrypoint(EntryKind.SCRIPT, str(path))
+    assert by_fork(server, entry, place, str(error)) == expected
+    if text == OUTCOMES["syntax error"]:
+        found = read_error_file(str(error))
+        assert found.message == "SyntaxError: invalid syntax (script.py, line 1)"
+        assert found.traceback == expected[2].rstrip()
+        assert found.cannot_load
 
 
 UNRUNNABLE = {
@@ -145,8 +152,15 @@ def test_module(placed: tuple[Driver, Path], tmp_path: Path, monkeypatch, name: 
         (package / "__main__.py").write_text("print('main', __spec__.name)\n")
     monkeypatch.chdir(place)
     module = module.replace("pack", package.name)
-    expected = by_exec(["-m", module], tmp_path)
-    assert by_fork(driver, Entrypoint(EntryKind.MODULE, module), tmp_path) == expected
+    expected, error = by_exec(["-m", module], tmp_path), tmp_path / "error.json"
+    forked = by_fork(driver, Entrypoint(EntryKind.MODULE, module), tmp_path, str(error))
+    assert forked == expected
+    assert error.exists() == (expected[0] == 1), expected
+    found = read_error_file(str(error))
+    assert found.traceback in expected[2]
+    assert found.cannot_load == (name in ("no such module", "no such package", "syntax error"))
+    if name == "no such module":
+        assert found.message == f"No module named {module}"
 
 
 @pytest.mark.parametrize("target", ["script.py", "./script.py", "sub/../script.py", "link.py"])

@@ -77,7 +77,8 @@ def test_a_job_that_failed_twice(world: World) -> None:
 
 
 def test_an_incident_belongs_to_the_attempt_of_its_round(tmp_path: Path) -> None:
-    """Its file may be written after the next attempt has begun; a second start counts from 0."""
+    """Its file may be written after the next attempt has begun; a second start counts from 0, and
+    its attempts may be given without those of the first."""
     folder = RunFolder(tmp_path)
     (tmp_path / INCIDENTS).mkdir()
     for number, (at, round_) in enumerate([(12.0, 1), (13.0, 2), (103.0, 1)], 1):
@@ -89,6 +90,9 @@ def test_an_incident_belongs_to_the_attempt_of_its_round(tmp_path: Path) -> None
     ends = attempt_ends(folder, starts)
     said = [end.sentence if end is not None else "" for end in ends]
     assert said == ["1 failed", "2 failed", "", "3 failed", ""]
+    folder.write_job(JobRecord(name="tr", began=99.0))
+    assert attempt_ends(folder, starts) == ends
+    assert attempt_ends(folder, starts[3:]) == ends[3:]
 
 
 def test_after_a_resume_the_earlier_start_is_not_followed(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from elasticrun.agent.runtime import Once, in_thread
 from elasticrun.core.rounds.failures import NO_TRACEBACK, classify
 from elasticrun.wire import env
 from elasticrun.wire.messages import Failure
+from elasticrun.wire.spawning import CANNOT_LOAD
 from elasticrun.wire.types import MAX_TEXT
 
 READ_LIMIT: Final = 5.0
@@ -143,6 +144,7 @@ class ErrorFile:
     traceback: str = ""
     time_us: int = 0  # 0: not given
     problem: str = ""
+    cannot_load: bool = False  # the program, or a module that it imports
 
 
 def describe(bare: Failure, *, stopping: bool) -> Failure:
@@ -195,9 +197,9 @@ def read_error_file(path: str) -> ErrorFile:
         extra = message.get("extraInfo")
         extra = extra if isinstance(extra, dict) else {}
         words, stack = message.get("message"), extra.get("py_callstack")
-        stamp = extra.get("timestamp")
+        stamp, cannot_load = extra.get("timestamp"), CANNOT_LOAD in extra
     else:
-        words, stack, stamp = message, "", data.get("timestamp")
+        words, stack, stamp, cannot_load = message, "", data.get("timestamp"), False
     words, stack = _text(words), _text(stack)
     if not stack and "\n" in words.strip():
         stack = words
@@ -206,6 +208,7 @@ def read_error_file(path: str) -> ErrorFile:
         message=one_line(words),
         traceback=cut_middle(stack.rstrip("\n"), MAX_TEXT),
         time_us=_when(stamp, modified_us),
+        cannot_load=cannot_load,
     )
 
 

@@ -103,17 +103,24 @@ def attempt_ends(
     """The end of each attempt; None if the master recorded none. `attempts`: each one's number and
     its start in seconds since 1970, ascending.
 
-    An incident belongs to the attempt of its round. Only two starts of a job, which both count from
+    An incident belongs to the attempt of its round. Only starts of a job, each of which counts from
     0, are told apart by time: files' times are too coarse for attempts a tenth of a second apart.
+    `attempts` may be those of the newest start alone, which began when the job's record says so.
     """
     found: list[AttemptEnd | None] = [None] * len(attempts)
     if folder is None or not attempts:
         return found
-    now = time.time()
+    now, job = time.time(), folder.job()
+    newest = job.began if job is not None else 0.0
     for row in read(folder.path / INCIDENTS, now):
-        same = [index for index, (number, _) in enumerate(attempts) if number == row.round - 1]
+        at = now - row.age
+        same = [
+            index
+            for index, (number, began) in enumerate(attempts)
+            if number == row.round - 1 and (began >= newest) == (at >= newest)
+        ]
         if row.cause not in NO_FAILURE and same:
-            begun = [index for index in same if attempts[index][1] <= now - row.age]
+            begun = [index for index in same if attempts[index][1] <= at]
             index = begun[-1] if begun else same[0]
             found[index] = found[index] or _end_of_row(row)
     result = folder.result()
