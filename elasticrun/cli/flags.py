@@ -91,9 +91,9 @@ OTHER_TOOLS_FLAGS: Final = {
     "--machine-rank": "--node-rank",
     **dict.fromkeys(("--main-process-ip", "--master"), "--master-addr"),
     "--main-process-port": "--master-port",
-    "--restarts": "--max-restarts",
+    **dict.fromkeys(("--restarts", "--retries", "--max-retries"), "--max-restarts"),
 }
-"""Flags of accelerate, DeepSpeed and mpirun, and their names here."""
+"""Flags of accelerate, DeepSpeed, mpirun and other launchers, and their names here."""
 
 
 EXPECTED: Final[Mapping[Any, str]] = {int: "a whole number", float: "a number"}

@@ -63,11 +63,11 @@ def unnamed_fixed_size(flags: FlagValues, nodes: int) -> UsageError:
     the others forever."""
     what = f"--nnodes={nodes}" if flags.is_given("nnodes") else f"a job of {nodes} nodes"
     return UsageError(
-        f"{what} needs a rendezvous, and no scheduler provides one: add "
-        f"--rdzv-backend=c10d --rdzv-endpoint=HOST:{settings.C10D_PORT} with the name of one of "
-        "them, or --rdzv-endpoint=file:///SHARED/FOLDER/NAME, the same on all; or --node-rank, "
-        f"--master-addr and --master-port; --nnodes=1:{nodes} begins at once with this node and "
-        "lets others join",
+        f"{what} needs a rendezvous, and no scheduler provides one. Add the same "
+        f"--rdzv-endpoint=HOST:{settings.C10D_PORT} (the name of one of the nodes) or "
+        "--rdzv-endpoint=file:///SHARED/FOLDER/NAME on every node, or use --node-rank, "
+        f"--master-addr and --master-port. With --nnodes=1:{nodes} this node begins at once, and "
+        "others may join",
         config.EXIT_USAGE,
     )
 

@@ -496,9 +496,11 @@ def _conf_notes(conf: Mapping[str, str], kind: str) -> list[str]:
     times = (*_TIMES, *_HEALTH_TIMES)
     unknown = [key for key in conf if key not in {*times, *_OTHER_KEYS, *_WITHOUT_EFFECT}]
     if unknown:
-        known = ", ".join([*times, "is_host", "node_unit"])
-        notes.append(f"--rdzv-conf: {', '.join(unknown)} is not known and has no effect; "
-                     f"the keys are {known}")  # fmt: skip
+        keys = [*times, "is_host", "node_unit"]
+        hint = did_you_mean(unknown[0], keys)
+        known = f"{hint} The keys are" if hint else "; the keys are"
+        notes.append(f"--rdzv-conf: {', '.join(unknown)} is not known and has no effect"
+                     f"{known} {', '.join(keys)}")  # fmt: skip
     return notes
 
 

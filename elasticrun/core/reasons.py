@@ -762,9 +762,10 @@ def no_restarts_left(most: int, window: float) -> str:
     return f"no restarts left ({most} of {most} used{within})"
 
 
-def _no_restarts(it: NoRestartsLeft) -> str:
+def budget_clause(it: NoRestartsLeft) -> str:
+    """The reason without the failure."""
     pattern = f"; {it.pattern}" if it.pattern else ""
-    return f"{text(it.first)}; {no_restarts_left(it.most, it.window)}{pattern}"
+    return f"{no_restarts_left(it.most, it.window)}{pattern}"
 
 
 def _peer_lost(it: PeerLost) -> str:
@@ -872,7 +873,7 @@ _TEXTS: Final[Mapping[type, Callable[[Any], str]]] = {
     ),
     TooFewNodes: _too_few,
     SaidFinal: lambda it: f"{text(it.first)}: the script reports that a retry cannot help",
-    NoRestartsLeft: _no_restarts,
+    NoRestartsLeft: lambda it: f"{text(it.first)}; {budget_clause(it)}",
     AllLeft: lambda it: "all nodes were ordered to leave",
     Unfit: lambda it: it.verdict,
     Saved: lambda it: f"{text(it.why)}; step {it.step} is saved",

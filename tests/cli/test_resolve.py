@@ -326,6 +326,7 @@ PARSE_ERRORS = [
     ("--precheck all", {}, "'all' is not a whole number"),
     ("", {"ELASTICRUN_STRAGGLER_RATIO": "x"}, "(from ELASTICRUN_STRAGGLER_RATIO) is not a number"),
     ("--no-such-flag", {}, "there is no flag --no-such-flag"),
+    ("--max-retries=3", {}, "there is no flag --max-retries; did you mean --max-restarts?"),
 ]
 
 
@@ -553,7 +554,12 @@ def test_arguments_of_the_script_are_left_alone() -> None:
 
 NOTES = [
     ("--rdzv-conf close_timeout=3,read_timeout=1", {}, "close_timeout, read_timeout has no effect"),
-    ("--rdzv-conf colour=red", {}, "colour is not known and has no effect"),
+    (
+        "--rdzv-conf colour=red",
+        {},
+        "colour is not known and has no effect; the keys are join_",
+    ),
+    ("--rdzv-conf jointimeout=3", {}, "no effect; did you mean join_timeout? The keys are join_"),
     ("--nnodes 1:2 --master-port 7", {}, "a fixed number of nodes, 2"),
     ("--rdzv-backend c10d --master-addr h", {}, "are only used with --rdzv-backend=static"),
     ("--standalone --nnodes 1:2", {}, "no other node can join"),

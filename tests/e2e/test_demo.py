@@ -30,8 +30,10 @@ def test_each_fault_is_shown_and_nothing_is_left(world: World) -> None:
     assert len(parts) == 5
     for part, fault in zip(parts[1:], TORCHRUN, strict=True):
         assert "training continues" in part
-        assert re.search(r"^ *[\d.]+ s +elasticrun", part, re.M), f"{fault}: no line of elasticrun"
+        assert re.search(r"^ {11}elasticrun", part, re.M), f"{fault}: no line of elasticrun"
         assert TORCHRUN[fault] in part
+    stamps = [float(each) for each in re.findall(r"^ *([\d.]+) s  ", shown.stdout, re.M)]
+    assert stamps == sorted(stamps)
     assert "hang (certain)" in parts[4]
     assert "What to type next" in parts[4]
     assert not left(world)

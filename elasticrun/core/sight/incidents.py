@@ -16,7 +16,15 @@ from msgspec.structs import replace
 from elasticrun.config import EXIT_OK
 from elasticrun.core.context import JobContext
 from elasticrun.core.events import Filed
-from elasticrun.core.reasons import LossNotFinite, Reason, failure_in, read, text
+from elasticrun.core.reasons import (
+    LossNotFinite,
+    NoRestartsLeft,
+    Reason,
+    budget_clause,
+    failure_in,
+    read,
+    text,
+)
 from elasticrun.core.sight.causes import Origin, followers, origin_of
 from elasticrun.core.sight.hangs.watch import LastState
 from elasticrun.core.sight.picture import IncidentRow, PhaseRow, StackRow, VerdictRow
@@ -367,8 +375,10 @@ class Incidents:
             one.origin = origin_of(self._ctx, failed)  # the earlier exits may be known by now
         if not one.decision and (follow := followers(self._ctx, one.origin)):
             one.followed.insert(0, follow)
-        end = f"the job ends with code {outcome.exit_code}: {outcome.reason}"
-        one.decision = f"{one.decision}; {end}" if one.decision else end
+        if outcome.exit_code != EXIT_OK or not one.decision:  # else a restart has helped
+            why = _why_ended(reason, one.origin) or outcome.reason
+            end = f"the job ends with code {outcome.exit_code}: {why}"
+            one.decision = f"{one.decision}; {end}" if one.decision else end
         one.ended = outcome.exit_code != EXIT_OK
         one.newest = max(one.newest, self._ctx.newest)
         self._close(is_training=False)
@@ -412,6 +422,15 @@ class Incidents:
                 one.since += one.spent["restore"]
             trained = min(report.steps * report.seconds, self._ctx.now - one.since)
             self._close(is_training=True, trained=trained)
+
+
+def _why_ended(reason: Reason | None, origin: Origin) -> str:
+    """Why the job ended, without the failure that the incident's own sentence names; "" for any
+    other reason."""
+    match reason:
+        case NoRestartsLeft(first=first) if first.rank == origin.rank:
+            return budget_clause(reason)
+    return ""
 
 
 class Losses:

@@ -91,7 +91,6 @@ def page(row: IncidentRow) -> str:
     lines = [f"# Incident {row.number}: {plain(row.sentence)}", ""]
     state = "" if row.over else " It is not over yet."
     lines += [f"{_capital(WORDS.get(row.cause, row.cause))}, in round {row.round}.{state}", ""]
-    lines += [f"- **First**: {plain(row.sentence)}"]
     if row.hang:
         lines.append(f"- **Hang before it**: {plain(row.hang)}")
     if row.found:

@@ -91,14 +91,18 @@ class Show:
         self.began = began
         self._shown: dict[int, int] = {}
 
-    def say(self, text: str, style: str = "") -> None:
-        """Print a line with the time since the start."""
-        passed = time.monotonic() - self.began
+    def say(self, text: str, style: str = "", at: float | None = None) -> None:
+        """Print a line with the seconds from the start until `at`; None: now."""
+        passed = (time.monotonic() if at is None else at) - self.began
         self.console.print(f"{passed:5.1f} s  {text}", style=style, markup=False, soft_wrap=True)
+
+    def add(self, text: str, style: str) -> None:
+        """Print a line without a time, indented."""
+        self.console.print(f"{'':11}{text}", style=style, markup=False, soft_wrap=True)
 
     def torchrun(self, fault: str) -> None:
         """Print what torchrun does in this case."""
-        self.say(f"  {TORCHRUN[fault]}", "yellow")
+        self.add(TORCHRUN[fault], "yellow")
 
     def print_launcher_lines(self) -> None:
         """Print what the agents have printed since the last call; a line of several agents once."""
@@ -109,7 +113,7 @@ class Show:
                 _, _, text = line.partition(": ")
                 if line.startswith(PROG) and text not in seen:
                     seen.add(text)
-                    self.say(f"  {line}", "cyan")
+                    self.add(line, "cyan")
             self._shown[number] = len(lines)
 
     def train_on(self, since: float | None, world_size: int, steps: int) -> Step:
@@ -132,6 +136,7 @@ class Show:
             f"training continues {first.time - since:.2f} s after {what}, at step {first.step} "
             f"of the snapshot in memory; {again}",
             "bold green",
+            at=first.time,
         )
 
     # ------------------------------------------------------------ the faults
@@ -157,7 +162,8 @@ class Show:
         self.say("a mistake: rank 0 calls a barrier that no other rank calls", "bold red")
         since = time.clock_gettime(time.CLOCK_MONOTONIC)
         (self.folder / MISTAKE).touch()
-        self.say(f"  (it is reported in about 10 s, and ended after {HANG_LIMIT} s)", "dim")
+        limit = f"ended after {HANG_LIMIT} s; later on a busy machine"
+        self.add(f"(it is reported after about 10 s, and {limit})", "dim")
         before = self.job.status().restart_count
         self.job.wait_for(lambda now: now.hang == "certain" or now.restart_count > before)
         found = time.clock_gettime(time.CLOCK_MONOTONIC) - since
@@ -183,8 +189,8 @@ def main(words: Sequence[str]) -> int:
     made = Parser(
         prog=f"{PROG} demo",
         description="Train a small model on two agents of this machine, with a killed rank, a "
-        "killed node, a new node and a hang. Takes about 30 s on two cores; needs no GPU and no "
-        "network, and leaves no file and no process behind.",
+        "killed node, a new node and a hang. Takes about 30 s on two idle cores; needs no GPU and "
+        "no network, and leaves no file and no process behind.",
     )
     made.parse_args(words)
     if find_spec("torch") is None:
@@ -239,7 +245,8 @@ def _run(console: Console, folder: Path) -> int:
     began = time.monotonic()
     jobs: list[ElasticJob] = []
     console.print(
-        f"two agents on this machine, each a node with one rank, run this command in {folder}:",
+        "two agents on this machine, each a node with one rank, run this command in "
+        f"{folder}, which is removed at the end:",
         f"  {PROG} --nnodes=1:2 --max-restarts=3 {' '.join(OPTIONS)} train.py",
         "both import torch first, which takes some seconds",
         sep="\n",
@@ -261,9 +268,9 @@ def _run(console: Console, folder: Path) -> int:
             timeout=LIMIT,
         )
         show = Show(console, job, folder, began)
-        show.train_on(None, 2, STEPS)
+        first = show.train_on(None, 2, STEPS)
         show.print_launcher_lines()
-        show.say("2 ranks train", "bold green")
+        show.say("2 ranks train", "bold green", at=first.time)
         for fault in (show.kill_rank, show.kill_node, show.add_node, show.hang):
             fault()
         accuracy = show.finish()

@@ -295,9 +295,15 @@ def test_the_end_of_a_job_closes_it_and_takes_the_last_lines() -> None:
     name = master.running()
     master.hear(1, m.RanksFailed(name, (failure(0),)))
     assert incident_in_words(filed(master)).startswith("incident 1 (over), rank_failed: rank 0")
-    assert filed(master).decision.startswith("the job ends with code 1: rank 0 on node a: boom")
+    ended = "the job ends with code 1: no restarts left (--max-restarts is 0)"
+    assert filed(master).decision == ended
     master.hear(1, m.LastLines(name, 0, "the last"))
     assert filed(master).last_lines == "the last"
+    again = Master()
+    fails(again, trains(again, 30), failure(0))
+    again.both(m.Finished(starts(again)))
+    assert filed(again).over
+    assert filed(again).decision == "restart 1: rank 0 on node a: boom; 2 left", "as it helped"
     well = Master()
     name = well.running()
     well.both(m.Finished(name))
