@@ -168,7 +168,8 @@ def become_rank(
         monitor.start(order.monitor)
     again.watch()
     if standby is not None:
-        rehearsal.begin(installed, _clock_classes(hidden))
+        c10d = hidden.modules.get("torch._C._distributed_c10d")
+        rehearsal.begin(installed, _clock_classes(hidden), getattr(c10d, "TCPStore", None))
     raise BecomeRank(program)
 
 

@@ -117,6 +117,17 @@ def text(pid: int, address: int) -> bytes:
     raise OSError("a path is longer than PATH_MAX")
 
 
+def is_private(pid: int, address: int) -> bool:
+    """Whether this memory of a process is its own and may be written. Raises OSError."""
+    with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            place, rights, _ = line.split(maxsplit=2)
+            first, end = (int(each, 16) for each in place.split("-"))
+            if first <= address < end:
+                return rights[1] == "w" and rights[3] == "p"
+    return False
+
+
 def write(pid: int, places: Iterable[tuple[int, int]]) -> None:
     """Write 64-bit words to these addresses of a traced process. Raises OSError."""
     memory = os.open(f"/proc/{pid}/mem", os.O_WRONLY | os.O_CLOEXEC)

@@ -5,6 +5,10 @@ none. So the interpreter's own clock functions are hooked: each call looks at it
 at the tracer if the script wants to know the time. A read by an installed package that is being
 imported passes. The hooks are pointers in the interpreter's tables of functions. The tracer writes
 the original ones back when the standby becomes a rank, so functions and modules are never replaced.
+
+torch's TCPStore computes from the clock until when it tries to connect, and then connects. A
+standby that waited at that system call would have no time left as a rank. So it stops before a
+TCPStore is made.
 """
 
 from __future__ import annotations
@@ -27,6 +31,8 @@ _IN_METHOD: Final = _HEAD + 3 * ctypes.sizeof(ctypes.c_void_p)
 """The same for a method of a built-in class (PyMethodDescrObject)."""
 
 _POINTER: Final = ctypes.sizeof(ctypes.c_void_p)
+_NEW: Final = _HEAD + 37 * _POINTER
+"""Where a class has the function that makes its objects (PyTypeObject.tp_new)."""
 
 _CLOCKS: Final = (
     *("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns"),
@@ -47,12 +53,15 @@ _kept: list[object] = []
 """What must not be freed while the standby may still use it."""
 
 
-def begin(installed: Collection[str], classes: Collection[type]) -> None:
+def begin(installed: Collection[str], classes: Collection[type], store: type | None) -> None:
     """Tell the tracer that the script starts. `installed`: folders of installed packages;
-    `classes`: `datetime` and `date`."""
-    functions: list[tuple[Any, int]] = [(getattr(time, name), _IN_FUNCTION) for name in _CLOCKS]
+    `classes`: `datetime` and `date`; `store`: TCPStore."""
+    functions: list[tuple[Any, int, Mark]] = [
+        (getattr(time, name), _IN_FUNCTION, Mark.CLOCK) for name in _CLOCKS
+    ]
+    functions.append((os.getloadavg, _IN_FUNCTION, Mark.LOAD))
     functions += [
-        (vars(each)[name], _IN_METHOD)
+        (vars(each)[name], _IN_METHOD, Mark.CLOCK)
         for each in classes
         for name in ("now", "utcnow", "today")
         if name in vars(each)
@@ -60,7 +69,9 @@ def begin(installed: Collection[str], classes: Collection[type]) -> None:
     places = [*installed, *sys.path, os.path.dirname(os.__file__)]
     known = {*map(os.path.realpath, places[: len(installed)]), *places[-1:], _OURS}
     folders = tuple(os.path.join(p, "") for p in {*known, *places} if os.path.realpath(p) in known)
-    hooks = [_hook(function, offset, folders) for function, offset in functions]
+    hooks = [_hook(*function, folders) for function in functions]
+    if store is not None:
+        hooks.append(_hook_new(store))
     told = json.dumps({"hooks": hooks, "path": sys.path, "temporary": _temporary()}).encode()
     _kept.append(told)
     _mark(Mark.READY, told, len(told))
@@ -77,25 +88,44 @@ def _mark(what: Mark, *arguments: Any) -> None:
     _libc.syscall(ctypes.c_long(MARK), ctypes.c_long(what.value), *arguments)
 
 
-def _hook(function: Any, offset: int, folders: tuple[str, ...]) -> tuple[int, int]:
+def _hook(function: Any, offset: int, what: Mark, folders: tuple[str, ...]) -> tuple[int, int]:
     """Hook a function; returns the address of its pointer, and the original one."""
     row = ctypes.c_void_p.from_address(id(function) + offset).value or 0
     name = ctypes.c_char_p.from_address(row).value
     if name != function.__name__.encode():
         raise NotImplementedError("this interpreter has other tables of functions")
-    pointer = ctypes.c_void_p.from_address(row + _POINTER)
+
+    def before() -> None:
+        if is_for_script(_callers(sys._getframe(2)), folders):
+            _mark(what)
+
+    return _call_first(row + _POINTER, before)
+
+
+def _hook_new(cls: type) -> tuple[int, int]:
+    """Hook how objects of a class of pybind11 are made. Its `__init__` may raise, which a hook
+    cannot pass on; this cannot."""
+    ours, base = (ctypes.c_void_p.from_address(id(each) + _NEW).value for each in cls.__mro__[:2])
+    if not ours or ours != base:
+        raise NotImplementedError("this interpreter has other classes")
+    return _call_first(id(cls) + _NEW, lambda: _mark(Mark.STORE))
+
+
+def _call_first(address: int, before: Callable[[], None]) -> tuple[int, int]:
+    """Let the function whose pointer is at `address` call `before` first; returns the address, and
+    the original pointer."""
+    pointer = ctypes.c_void_p.from_address(address)
     original = pointer.value or 0
     call: Callable[..., int | None] = _FUNCTION(original)
 
     def hooked(*arguments: int | None) -> int | None:
-        if is_for_script(_callers(sys._getframe(1)), folders):
-            _mark(Mark.CLOCK)
+        before()
         return call(*arguments)
 
     hook = _FUNCTION(hooked)
     _kept.append(hook)
     pointer.value = ctypes.cast(hook, ctypes.c_void_p).value
-    return row + _POINTER, original
+    return address, original
 
 
 def _callers(frame: FrameType | None) -> Iterator[tuple[str, str]]:

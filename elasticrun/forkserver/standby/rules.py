@@ -18,13 +18,6 @@ from enum import Enum
 from socket import IPPROTO_TCP, SOL_SOCKET
 from typing import Final, NamedTuple, Protocol
 
-MACHINES: Final[Mapping[str, tuple[int, int]]] = {
-    "x86_64": (0, 0xC000003E),
-    "aarch64": (1, 0xC00000B7),
-}
-"""By the kernel's name of the machine: the column in NUMBERS, and the number of the architecture
-(AUDIT_ARCH_*)."""
-
 MARK: Final = 0x7E57AB1E
 """A number that no system call has; a standby uses it to speak to its tracer (`Mark`)."""
 
@@ -34,57 +27,34 @@ class Mark(Enum):
 
     READY = 1  # the script starts now; arguments: address and length of the hooks
     CLOCK = 2  # the script is about to read the clock
+    LOAD = 3  # or the machine's load
+    STORE = 4  # or to make a TCPStore, as init_process_group does
 
 
-_NONE: Final = -1
-
-NUMBERS: Final[Mapping[str, tuple[int, int]]] = {
+MAY_PASS: Final = frozenset([
     # reads of open files, and changes of the process's own descriptors
-    "read": (0, 63), "pread64": (17, 67), "readv": (19, 65), "preadv": (295, 69),
-    "preadv2": (327, 286), "recvfrom": (45, 207), "recvmsg": (47, 212), "lseek": (8, 62),
-    "fstat": (5, 80), "getdents64": (217, 61), "fadvise64": (221, 223), "readahead": (187, 213),
-    "close": (3, 57), "close_range": (436, 436), "dup": (32, 23), "dup2": (33, _NONE),
-    "dup3": (292, 24), "fcntl": (72, 25), "ioctl": (16, 29), "pipe": (22, _NONE),
-    "pipe2": (293, 59), "eventfd2": (290, 19), "memfd_create": (319, 279), "socket": (41, 198),
-    "socketpair": (53, 199), "setsockopt": (54, 208), "getsockopt": (55, 209),
-    "getsockname": (51, 204), "epoll_create1": (291, 20), "epoll_ctl": (233, 21),
-    "epoll_wait": (232, _NONE), "epoll_pwait": (281, 22), "timerfd_create": (283, 85),
-    "ftruncate": (77, 46),
-    "write": (1, 64), "writev": (20, 66), "connect": (42, 203),
+    "read", "pread64", "readv", "preadv", "preadv2", "recvfrom", "recvmsg", "lseek", "fstat",
+    "getdents64", "fadvise64", "readahead", "close", "close_range", "dup", "dup2", "dup3", "fcntl",
+    "ioctl", "pipe", "pipe2", "eventfd2", "memfd_create", "socket", "socketpair", "setsockopt",
+    "getsockopt", "getsockname", "epoll_create1", "epoll_ctl", "epoll_wait", "epoll_pwait",
+    "timerfd_create", "ftruncate", "write", "writev", "connect",
     # memory, threads, signals
-    "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214),
-    "mremap": (25, 216), "madvise": (28, 233), "mincore": (27, 232), "mbind": (237, 235),
-    "get_mempolicy": (239, 236), "set_mempolicy": (238, 237), "membarrier": (324, 283),
-    "clone": (56, 220), "clone3": (435, 435), "exit": (60, 93), "futex": (202, 98),
-    "set_robust_list": (273, 99), "get_robust_list": (274, 100), "rseq": (334, 293),
-    "set_tid_address": (218, 96), "arch_prctl": (158, _NONE), "sched_yield": (24, 124),
-    "getcpu": (309, 168), "restart_syscall": (219, 128), "rt_sigaction": (13, 134),
-    "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "sigaltstack": (131, 132),
+    "mmap", "mprotect", "munmap", "brk", "mremap", "madvise", "mincore", "mbind", "get_mempolicy",
+    "set_mempolicy", "membarrier", "clone", "clone3", "exit", "futex", "set_robust_list",
+    "get_robust_list", "rseq", "set_tid_address", "arch_prctl", "sched_yield", "getcpu",
+    "restart_syscall", "rt_sigaction", "rt_sigprocmask", "rt_sigreturn", "sigaltstack",
     # the process itself
-    "getpid": (39, 172), "gettid": (186, 178), "getppid": (110, 173), "getuid": (102, 174),
-    "geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177), "getresuid": (118, 148),
-    "getresgid": (120, 150), "getgroups": (115, 158), "getpgid": (121, 155), "getsid": (124, 156),
-    "getpgrp": (111, _NONE), "capget": (125, 90), "uname": (63, 160), "umask": (95, 166),
-    "getcwd": (79, 17), "getrandom": (318, 278), "getrlimit": (97, 163), "prlimit64": (302, 261),
-    "getrusage": (98, 165), "sysinfo": (99, 179), "sched_getaffinity": (204, 123),
-    "sched_setaffinity": (203, 122), "prctl": (157, 167), "clock_gettime": (228, 113),
-    "clock_getres": (229, 114), "gettimeofday": (96, 169), "clock_nanosleep": (230, 115),
+    "getpid", "gettid", "getppid", "getuid", "geteuid", "getgid", "getegid", "getresuid",
+    "getresgid", "getgroups", "getpgid", "getsid", "getpgrp", "capget", "uname", "umask", "getcwd",
+    "getrandom", "getrlimit", "prlimit64", "getrusage", "sysinfo", "sched_getaffinity",
+    "sched_setaffinity", "prctl", "clock_gettime", "clock_getres", "gettimeofday",
+    "clock_nanosleep",
     # paths
-    "open": (2, _NONE), "openat": (257, 56), "stat": (4, _NONE), "lstat": (6, _NONE),
-    "newfstatat": (262, 79), "statx": (332, 291), "access": (21, _NONE), "faccessat": (269, 48),
-    "faccessat2": (439, 439), "readlink": (89, _NONE), "readlinkat": (267, 78),
-    "getxattr": (191, 8), "lgetxattr": (192, 9), "chdir": (80, 49), "mkdir": (83, _NONE),
-    "mkdirat": (258, 34), "unlink": (87, _NONE), "unlinkat": (263, 35),
-}  # fmt: skip
-"""The calls that may pass, with their numbers on each machine."""
-
-
-def names_of(machine: str) -> tuple[int, Mapping[int, str]] | None:
-    """The architecture's number, and the calls by number; None for an unknown machine."""
-    if machine not in MACHINES:
-        return None
-    column, architecture = MACHINES[machine]
-    return architecture, {n[column]: name for name, n in NUMBERS.items() if n[column] != _NONE}
+    "open", "openat", "stat", "lstat", "newfstatat", "statx", "access", "faccessat", "faccessat2",
+    "readlink", "readlinkat", "getxattr", "lgetxattr", "chdir", "mkdir", "mkdirat", "unlink",
+    "unlinkat",
+])  # fmt: skip
+"""The calls that may pass."""
 
 
 class Seen(Enum):
@@ -199,7 +169,14 @@ _F_DUPFD, _F_SETFL, _F_DUPFD_CLOEXEC = 0, 4, 1030
 _FUTEX_WAITS: Final = frozenset([0, 6, 9, 11, 13])
 """FUTEX_WAIT, LOCK_PI, WAIT_BITSET, WAIT_REQUEUE_PI, LOCK_PI2."""
 
+_FUTEX_LOCK_PI: Final = 6
 _OF_DAY: Final = 0x100  # FUTEX_CLOCK_REALTIME
+_TIMER_ABSTIME: Final = 1
+_TIMESPEC: Final = 16
+"""Bytes of a struct timespec; an itimerspec has the interval first."""
+
+CLOCKS: Final = (time.CLOCK_REALTIME, time.CLOCK_MONOTONIC, time.CLOCK_BOOTTIME)
+"""Clocks that go on while a process stands still."""
 
 SHORT_WAIT: Final = 0.02
 """Seconds of a wait that may be over at any moment: that for the interpreter's lock is 5 ms."""
@@ -221,9 +198,9 @@ _STABLE: Final = ("/proc/cpuinfo", "/proc/filesystems", "/proc/version", "/proc/
 
 
 def judge(name: str, arguments: tuple[int, ...], tracee: Tracee) -> Verdict:
-    """Whether a process may make this call. `name`: "" for a call not in NUMBERS."""
+    """Whether a process may make this call. `name`: "" for an unknown call."""
     parked = Parked(name)
-    if not name:
+    if name not in MAY_PASS:
         return parked
     if (handler := _HANDLERS.get(name)) is not None:
         return handler(name, arguments, tracee)
@@ -414,13 +391,40 @@ def _waits(name: str, arguments: tuple[int, ...], tracee: Tracee) -> Verdict:
     """A wait with a limit would go on while the standby is parked, and be over when it is the
     rank."""
     if name == "futex":
-        what = arguments[1] & 0x7F
-        if what not in _FUTEX_WAITS or not arguments[3]:
+        if arguments[1] & 0x7F not in _FUTEX_WAITS or not arguments[3]:
             return None
-        clock = time.CLOCK_REALTIME if arguments[1] & _OF_DAY else time.CLOCK_MONOTONIC
-        left = tracee.left(arguments[3], clock if what else None)
+        end = deadline(name, arguments)
+        left = tracee.left(arguments[3], end.clock if end else None)
         return Parked(name) if left > SHORT_WAIT else None
     return Parked(name) if _int(arguments[3]) > 0 else None
+
+
+class Deadline(NamedTuple):
+    """When a wait ends: the address of that time, and its clock."""
+
+    address: int
+    clock: int
+
+
+def deadline(name: str, arguments: tuple[int, ...]) -> Deadline | None:
+    """The deadline that this call waits for; None if it has none, a duration instead, or one of a
+    clock that stands still with the process."""
+    address, clock = 0, time.CLOCK_MONOTONIC
+    match name:
+        case "futex" if (what := arguments[1] & 0x7F) in _FUTEX_WAITS and what:
+            of_day = arguments[1] & _OF_DAY or what == _FUTEX_LOCK_PI
+            address, clock = arguments[3], time.CLOCK_REALTIME if of_day else clock
+        case "futex_waitv":
+            address, clock = arguments[3], _int(arguments[4])
+        case "futex_wait":
+            address, clock = arguments[4], _int(arguments[5])
+        case "clock_nanosleep" if arguments[1] & _TIMER_ABSTIME:
+            address, clock = arguments[2], _int(arguments[0])
+        case "mq_timedsend" | "mq_timedreceive":
+            address, clock = arguments[4], time.CLOCK_REALTIME
+        case "timer_settime" | "timerfd_settime" if arguments[1] & _TIMER_ABSTIME:
+            address = arguments[2] + _TIMESPEC  # of a clock that this call does not name
+    return Deadline(address, clock) if address and clock in CLOCKS else None
 
 
 def _mmap(name: str, arguments: tuple[int, ...], tracee: Tracee) -> Verdict:

@@ -16,7 +16,7 @@ from typing import Final, NoReturn, Protocol
 
 from elasticrun.forkserver.child import Page
 from elasticrun.forkserver.standby import tracer
-from elasticrun.forkserver.standby.rules import names_of
+from elasticrun.forkserver.standby.syscalls import names_of
 from elasticrun.forkserver.standby.tracer import (
     CheckStandby,
     FromTracer,

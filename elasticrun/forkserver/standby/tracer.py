@@ -25,13 +25,15 @@ from elasticrun.forkserver.standby import ptrace
 from elasticrun.forkserver.standby.reads import Reads, State
 from elasticrun.forkserver.standby.rules import (
     AT_FDCWD,
+    CLOCKS,
     MARK,
     Mark,
     Parked,
     Read,
+    deadline,
     judge,
-    names_of,
 )
+from elasticrun.forkserver.standby.syscalls import names_of
 from elasticrun.host.system import processes
 from elasticrun.host.system.title import set_title
 from elasticrun.snapshots.shm.throttle import are_cores_busy
@@ -48,8 +50,15 @@ SHARE: Final = 0.1
 share of the time, in slices of SLICE seconds. The priority alone is not enough: caches and the
 kernel's locks are shared (docs/figures.md)."""
 
-CLOCK: Final = "a read of the clock"
+MARKED: Final = {
+    Mark.CLOCK.value: "a read of the clock",
+    Mark.LOAD.value: "a read of the load",
+    Mark.STORE.value: "TCPStore",
+}
 """Where a standby is parked that is at no system call."""
+
+_SECOND: Final = 1_000_000_000
+"""Nanoseconds."""
 
 _CHECK_EVERY: Final = 4096
 """System calls between two checks of a standby's memory."""
@@ -127,6 +136,7 @@ class _Thread:
     tid: int
     stopped: bool = False
     signum: int = 0  # to deliver when it continues
+    since: tuple[int, ...] = (0,) * len(CLOCKS)  # when it was stopped for good, on each of CLOCKS
 
 
 @dataclass
@@ -259,8 +269,39 @@ class Tracer:
             self._batch = (order.batch, {})
         if path := standby.reads.changed(self._batch[1]):
             self._fail(standby.pid, StandbyState.CHANGED, path)
+        elif call := self._extend_waits(standby):
+            self._fail(standby.pid, StandbyState.LIMIT, call)
         else:
             self._connection.send(StandbyValid(standby.pid))
+
+    def _extend_waits(self, standby: Standby) -> str:
+        """Move the deadlines for which threads are about to wait, by the time for which they have
+        stood still. Returns the call whose deadline cannot be moved, "" if there is none."""
+        now = _clocks()
+        words: dict[int, int] = {}  # by address; threads may share a deadline
+        for thread in standby.threads.values():
+            call = None
+            with suppress(ProcessLookupError):  # it has ended
+                call = ptrace.entry(thread.tid)
+            name = self._name(call) if call is not None else ""
+            if call is None or (end := deadline(name, call.arguments)) is None:
+                continue
+            clock = CLOCKS.index(end.clock)
+            try:
+                seconds, rest = struct.unpack("=qq", standby.memory(end.address, 16))
+                if not ptrace.is_private(standby.pid, end.address):
+                    return name
+            except (OSError, struct.error):
+                return name
+            if (seconds, rest) == (0, 0) or seconds < 0 or not 0 <= rest < _SECOND:
+                continue  # no timer; or the kernel refuses it
+            moved = seconds * _SECOND + rest + now[clock] - thread.since[clock]
+            words[end.address], words[end.address + 8] = divmod(max(moved, 0), _SECOND)
+        try:
+            ptrace.write(standby.pid, words.items())
+        except OSError as error:
+            return error.strerror or str(error)
+        return ""
 
     def _release(self, pid: int) -> None:
         if (standby := self._standbys.get(pid)) is None:
@@ -354,7 +395,9 @@ class Tracer:
             self._connection.send(StandbyHeld(tid))
         if signum == ptrace.SYSCALL_STOP and not standby.is_held:
             self._on_call(standby, tid)
-        if not standby.is_held and standby.pid in self._standbys:
+        if standby.is_held:
+            thread.since = _clocks()
+        elif standby.pid in self._standbys:
             self._pace(standby)
             thread.stopped = False
             ptrace.resume(tid, thread.signum)
@@ -370,9 +413,7 @@ class Tracer:
         if entry.number == MARK:
             self._on_mark(standby, entry.arguments)
             return
-        name = ""
-        if entry.architecture == self._architecture:
-            name = self._names.get(entry.number, "")
+        name = self._name(entry)
         try:
             verdict = judge(name, entry.arguments, standby)
         except (OSError, ValueError, OverflowError):
@@ -388,6 +429,9 @@ class Tracer:
             if not standby.reads.note(verdict._replace(path=path)):
                 self._fail(standby.pid, StandbyState.READS)
 
+    def _name(self, call: ptrace.SystemCall) -> str:
+        return self._names.get(call.number, "") if call.architecture == self._architecture else ""
+
     def _on_mark(self, standby: Standby, arguments: tuple[int, ...]) -> None:
         if arguments[0] == Mark.READY.value:
             told = json.loads(ptrace.read(standby.pid, arguments[1], arguments[2]))
@@ -399,7 +443,7 @@ class Tracer:
             standby.above = frozenset(str(each) for place in places for each in Path(place).parents)
             standby.begun = True
         elif standby.begun:
-            self._park(standby, CLOCK)
+            self._park(standby, MARKED[arguments[0]])
 
     def _park(self, standby: Standby, call: str) -> None:
         standby.is_held = True
@@ -434,6 +478,10 @@ def _has_signals(standby: Standby) -> bool:
             if int(about["SigPnd"], 16) or int(about["ShdPnd"], 16):
                 return True
     return False
+
+
+def _clocks() -> tuple[int, ...]:
+    return tuple(map(time.clock_gettime_ns, CLOCKS))
 
 
 def _process_of(tid: int) -> int:

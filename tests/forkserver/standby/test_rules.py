@@ -7,6 +7,7 @@ import os
 import platform
 import stat
 import struct
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -16,8 +17,18 @@ import pytest
 from elasticrun.forkserver.standby import rules
 from elasticrun.forkserver.standby.reads import MAX_READS, RACY_NS, Reads, is_racy, look
 from elasticrun.forkserver.standby.rehearsal import MAIN, is_for_script
-from elasticrun.forkserver.standby.rules import AT_FDCWD, Parked, Read, Seen, Verdict, judge
+from elasticrun.forkserver.standby.rules import (
+    AT_FDCWD,
+    Deadline,
+    Parked,
+    Read,
+    Seen,
+    Verdict,
+    deadline,
+    judge,
+)
 from elasticrun.forkserver.standby.standbys import Forks, StandbyPool
+from elasticrun.forkserver.standby.syscalls import names_of
 from elasticrun.wire.spawning import FromSpawner, SpawnRank, SpawnStandby, StandbyIs, StandbyState
 from elasticrun.wire.types import EntryKind, Entrypoint
 
@@ -77,17 +88,56 @@ def opened(path: str, flags: int = os.O_RDONLY, **about: object) -> Verdict:
 
 def test_what_is_not_known_parks() -> None:
     assert judged("") == Parked("")
-    assert {name for name in rules.NUMBERS if name.startswith(("rename", "kill", "fork"))} == set()
+    assert {name for name in rules.MAY_PASS if name.startswith(("rename", "kill", "fork"))} == set()
+    assert judged("rename") == Parked("rename")
 
 
-@pytest.mark.parametrize("machine", rules.MACHINES)
-def test_numbers_are_given_once(machine: str) -> None:
-    column = rules.MACHINES[machine][0]
-    numbers = [pair[column] for pair in rules.NUMBERS.values() if pair[column] >= 0]
-    assert len(set(numbers)) == len(numbers)
-    found = rules.names_of(machine)
+@pytest.mark.parametrize(
+    ("machine", "some"),
+    [
+        ("x86_64", {0: "read", 37: "alarm", 137: "statfs", 202: "futex", 334: "rseq"}),
+        ("aarch64", {0: "io_setup", 43: "statfs", 98: "futex", 243: "recvmmsg", 260: "wait4"}),
+    ],
+)
+def test_each_call_has_a_name(machine: str, some: dict[int, str]) -> None:
+    found = names_of(machine)
     assert found is not None
-    assert len(found[1]) == len(numbers)
+    names = found[1]
+    assert len(set(names.values())) == len(names)
+    later = {424: "pidfd_send_signal", 435: "clone3", 439: "faccessat2", 449: "futex_waitv"}
+    assert {number: names[number] for number in some | later} == some | later
+    if machine == "x86_64":
+        assert set(names.values()) >= rules.MAY_PASS
+
+
+AT, DURATION = Deadline(99, time.CLOCK_MONOTONIC), None
+OF_DAY = Deadline(99, time.CLOCK_REALTIME)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "expected"),
+    [
+        ("futex", (0, 0x189, 0, 99), OF_DAY),  # FUTEX_WAIT_BITSET
+        ("futex", (0, 0x89, 0, 99), AT),
+        ("futex", (0, 0x89, 0, 0), None),
+        ("futex", (0, 0x80, 0, 99), DURATION),  # FUTEX_WAIT
+        ("futex", (0, 0x81, 1, 99), None),  # FUTEX_WAKE
+        ("futex", (0, 0x86, 0, 99), OF_DAY),  # FUTEX_LOCK_PI
+        ("futex_waitv", (0, 1, 0, 99, 1), AT),
+        ("futex_wait", (0, 0, 0, 0, 99, 0), OF_DAY),
+        ("clock_nanosleep", (1, 1, 99, 0), AT),
+        ("clock_nanosleep", (1, 0, 99, 0), DURATION),
+        ("clock_nanosleep", (2, 1, 99, 0), None),  # the CPU time of the process
+        ("mq_timedreceive", (3, 0, 0, 0, 99), OF_DAY),
+        ("timerfd_settime", (3, 1, 83, 0), AT),
+        ("timerfd_settime", (3, 0, 83, 0), DURATION),
+        ("semtimedop", (3, 0, 1, 99), DURATION),
+    ],
+)
+def test_which_calls_wait_for_a_deadline(
+    name: str, arguments: tuple[int, ...], expected: Deadline | None
+) -> None:
+    assert deadline(name, (*arguments, *[0] * (6 - len(arguments)))) == expected
 
 
 def test_another_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from elasticrun.forkserver.standby.reads import RACY_NS
-from elasticrun.forkserver.standby.tracer import CLOCK, SHARE
+from elasticrun.forkserver.standby.rules import Mark
+from elasticrun.forkserver.standby.tracer import MARKED, SHARE
 from elasticrun.testing.processes import children, command
 from elasticrun.wire.spawning import DropStandby, SpawnRank, SpawnStandby, StandbyIs, StandbyState
 from elasticrun.wire.types import EntryKind, Entrypoint
@@ -189,19 +190,20 @@ def test_another_name_of_a_file_drops_no_standby(
         ("import threading; threading.Event().wait(0.3); os.mkdir(OUTSIDE + '/made')", "futex"),
         ("bytearray(300 << 20); os.mkdir(OUTSIDE + '/made')", "mmap"),
         ("os.unlink(OUTSIDE + '/there')", "unlink"),
-        ("os.rename(OUTSIDE + '/there', OUTSIDE + '/made')", ""),
+        ("os.rename(OUTSIDE + '/there', OUTSIDE + '/made')", "rename"),
         ("import fcntl; fcntl.flock(os.open(OUTSIDE + '/there', os.O_RDONLY), 2)\n"
-         "os.unlink(OUTSIDE + '/there')", ""),
-        ("import socket; socket.socket().bind(('127.0.0.1', 0)); os.mkdir(OUTSIDE + '/made')", ""),
+         "os.unlink(OUTSIDE + '/there')", "flock"),
+        ("import socket; socket.socket().bind(('127.0.0.1', 0)); os.mkdir(OUTSIDE + '/made')",
+         "bind"),
         ("import socket; s = socket.socket(); s.connect_ex(('127.0.0.1', 1))\n"
          "os.mkdir(OUTSIDE + '/made')", "connect"),
-        ("import subprocess; subprocess.run(['touch', OUTSIDE + '/made'])", ""),
-        ("os.system('touch ' + OUTSIDE + '/made')", "clone"),
+        ("import subprocess; subprocess.run(['touch', OUTSIDE + '/made'])", "vfork"),
+        ("os.system('touch ' + OUTSIDE + '/made')", "clone3"),
         ("pid = os.fork()\nif not pid: os.mkdir(OUTSIDE + '/made'); os._exit(0)\nos.wait()",
          "clone"),
         ("import time; time.sleep(0.001); os.mkdir(OUTSIDE + '/made')", "clock_nanosleep"),
         ("import sys; sys.stdin.read(0); os.read(0, 0); os.mkdir(OUTSIDE + '/made')", "read"),
-        ("os.kill(os.getpid(), 0); os.mkdir(OUTSIDE + '/made')", ""),
+        ("os.kill(os.getpid(), 0); os.mkdir(OUTSIDE + '/made')", "kill"),
         ("open('/proc/self/status').read(); os.mkdir(OUTSIDE + '/made')", "openat"),
         ("import threading\n"
          "t = threading.Thread(target=os.mkdir, args=[OUTSIDE + '/made'])\nt.start(); t.join()",
@@ -213,7 +215,7 @@ def test_an_effect_waits_for_the_rank(server: Driver, tmp_path: Path, text: str,
     tmp_path.joinpath("outside").mkdir()
     tmp_path.joinpath("outside", "there").write_text("x")
     life = Life(server, tmp_path, f"{text}\nprint('done')")
-    assert life.parked().startswith(call or "system call")
+    assert life.parked() == call
     assert [each.name for each in life.outside.iterdir()] == ["there"]
     assert life.start() == "done\n"
     assert [each.name for each in life.outside.iterdir()] != ["there"]
@@ -234,9 +236,73 @@ def test_an_effect_waits_for_the_rank(server: Driver, tmp_path: Path, text: str,
 )
 def test_the_script_reads_no_time_of_the_past(server: Driver, tmp_path: Path, text: str) -> None:
     life = Life(server, tmp_path, text)
-    assert life.parked() == CLOCK
+    assert life.parked() == MARKED[Mark.CLOCK.value]
     before = time.time()
     assert float(life.start()) >= before
+    assert life.states()[-1] is StandbyState.ACTIVE, life.ended()
+
+
+LIMIT_OF_WAIT = 1.5
+
+WAITS = {
+    "sleep": "time.sleep(LIMIT)",
+    "lock": "held = threading.Lock(); held.acquire(); held.acquire(timeout=LIMIT)",
+    "timer": "waits = threading.Timer(LIMIT, int); waits.start(); waits.join()",
+    "faulthandler": "faulthandler.dump_traceback_later(LIMIT, exit=True)\n"
+    "for _ in range(1_000_000): pass  # its thread comes to its wait meanwhile\n"
+    "faulthandler.cancel_dump_traceback_later()",
+}
+
+
+@pytest.mark.parametrize("wait", cases(WAITS, kept=["sleep", "faulthandler"]))
+def test_a_limit_counts_from_the_start_of_the_rank(
+    server: Driver, tmp_path: Path, wait: str
+) -> None:
+    """The deadline was computed before the standby parked, and has passed meanwhile."""
+    imports = f"import faulthandler, threading, time\nLIMIT = {LIMIT_OF_WAIT}"
+    life = Life(server, tmp_path, f"{imports}\n{WAITS[wait]}\nprint(time.time())")
+    assert life.parked() == ("clock_nanosleep" if wait == "sleep" else "futex")
+    after = time.monotonic() + LIMIT_OF_WAIT
+    await_true(lambda: time.monotonic() > after, "the end of the limit")
+    before = time.time()
+    waited = float(life.start()) - before
+    assert waited > (0 if wait == "faulthandler" else LIMIT_OF_WAIT / 2)
+    assert life.states()[-1] is StandbyState.ACTIVE, life.ended()
+
+
+def test_a_deadline_in_shared_memory_is_not_moved(server: Driver, tmp_path: Path) -> None:
+    text = """
+import ctypes, mmap, struct, time
+room = mmap.mmap(-1, 4096)
+room[:16] = struct.pack("qq", 1, 0)
+place = ctypes.addressof(ctypes.c_char.from_buffer(room))
+ctypes.CDLL(None).clock_nanosleep(time.CLOCK_MONOTONIC, 1, ctypes.c_void_p(place), None)
+print("woke up")
+"""
+    life = Life(server, tmp_path, text)
+    assert life.parked() == "clock_nanosleep"
+    assert life.start() == "woke up\n"
+    assert life.states()[-1] is StandbyState.LIMIT
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("print(os.getloadavg())", Mark.LOAD),
+        (
+            "import torch.distributed as dist\n"
+            "print(dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False).port)",
+            Mark.STORE,
+        ),
+    ],
+)
+def test_it_parks_before_the_load_is_read_or_a_store_made(
+    server: Driver, tmp_path: Path, text: str, what: Mark
+) -> None:
+    """A TCPStore computes its deadline before its first system call."""
+    life = Life(server, tmp_path, text)
+    assert life.parked() == MARKED[what.value]
+    assert life.start()
     assert life.states()[-1] is StandbyState.ACTIVE, life.ended()
 
 
@@ -247,7 +313,9 @@ held = threading.Event()
 threading.Thread(target=held.wait, daemon=True).start()
 status = dict(line.split(":", 1) for line in open("/proc/self/status"))
 row = ctypes.c_void_p.from_address(id(time.time) + object.__basicsize__).value
+slot = object.__basicsize__ + 37 * ctypes.sizeof(ctypes.c_void_p)
 about = {
+    "store": ctypes.c_void_p.from_address(id(torch.distributed.TCPStore) + slot).value,
     "tracer": status["TracerPid"].strip(),
     "clock": ctypes.c_void_p.from_address(row + 8).value,
     "policy": [os.sched_getscheduler(int(tid)) for tid in os.listdir("/proc/self/task")],
