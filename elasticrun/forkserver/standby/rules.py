@@ -399,14 +399,14 @@ def _waits(name: str, arguments: tuple[int, ...], tracee: Tracee) -> Verdict:
     return Parked(name) if _int(arguments[3]) > 0 else None
 
 
-class Deadline(NamedTuple):
+class WaitEnd(NamedTuple):
     """When a wait ends: the address of that time, and its clock."""
 
     address: int
     clock: int
 
 
-def deadline(name: str, arguments: tuple[int, ...]) -> Deadline | None:
+def deadline(name: str, arguments: tuple[int, ...]) -> WaitEnd | None:
     """The deadline that this call waits for; None if it has none, a duration instead, or one of a
     clock that stands still with the process."""
     address, clock = 0, time.CLOCK_MONOTONIC
@@ -424,7 +424,7 @@ def deadline(name: str, arguments: tuple[int, ...]) -> Deadline | None:
             address, clock = arguments[4], time.CLOCK_REALTIME
         case "timer_settime" | "timerfd_settime" if arguments[1] & _TIMER_ABSTIME:
             address = arguments[2] + _TIMESPEC  # of a clock that this call does not name
-    return Deadline(address, clock) if address and clock in CLOCKS else None
+    return WaitEnd(address, clock) if address and clock in CLOCKS else None
 
 
 def _mmap(name: str, arguments: tuple[int, ...], tracee: Tracee) -> Verdict:

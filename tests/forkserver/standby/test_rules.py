@@ -19,11 +19,11 @@ from elasticrun.forkserver.standby.reads import MAX_READS, RACY_NS, Reads, is_ra
 from elasticrun.forkserver.standby.rehearsal import MAIN, is_for_script
 from elasticrun.forkserver.standby.rules import (
     AT_FDCWD,
-    Deadline,
     Parked,
     Read,
     Seen,
     Verdict,
+    WaitEnd,
     deadline,
     judge,
 )
@@ -110,8 +110,8 @@ def test_each_call_has_a_name(machine: str, some: dict[int, str]) -> None:
         assert set(names.values()) >= rules.MAY_PASS
 
 
-AT, DURATION = Deadline(99, time.CLOCK_MONOTONIC), None
-OF_DAY = Deadline(99, time.CLOCK_REALTIME)
+AT, DURATION = WaitEnd(99, time.CLOCK_MONOTONIC), None
+OF_DAY = WaitEnd(99, time.CLOCK_REALTIME)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ OF_DAY = Deadline(99, time.CLOCK_REALTIME)
     ],
 )
 def test_which_calls_wait_for_a_deadline(
-    name: str, arguments: tuple[int, ...], expected: Deadline | None
+    name: str, arguments: tuple[int, ...], expected: WaitEnd | None
 ) -> None:
     assert deadline(name, (*arguments, *[0] * (6 - len(arguments)))) == expected
 
