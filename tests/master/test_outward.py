@@ -243,7 +243,7 @@ def test_what_failed_first_is_a_page_by_itself() -> None:
         assert "ended with" not in text
         for line in (who, f"verdict:    {whose}", "stacks:     logs/hang-1 on node b"):
             assert f"\n{line}" in text
-        assert "- **Stacks and counters**: logs/hang-1 on node b\n" in page(hung)
+        assert "- **Stacks and counters at its end**: logs/hang-1 on node b\n" in page(hung)
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,8 @@ def page(row: IncidentRow) -> str:
     if row.decision:
         lines.append(f"- **Decision**: {plain(row.decision)}")
     if where := _stacks_at(row):
-        lines.append(f"- **Stacks and counters**: {where}")
+        when = " at its end" if row.cause == "hang" else ""  # the log line names earlier ones
+        lines.append(f"- **Stacks and counters{when}**: {where}")
     if row.excluded:
         lines.append(f"- **Excluded**: {', '.join(row.excluded)}")
     if back := recovery_times(row.restarted, row.first_step):
