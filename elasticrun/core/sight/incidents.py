@@ -76,7 +76,7 @@ class _Open:
     restored: int = -1  # the step that this round restores; -1: unknown
     steps_lost: int = 0
     is_first_reported: bool = False  # a node has reported its first collective or step
-    wrote: dict[int, str] = field(default_factory=dict)  # last lines by rank, of a few ranks
+    wrote: dict[int, str] = field(default_factory=dict)  # last lines of some ranks, by rank
     stacks: tuple[StackRow, ...] = ()
     verdict: VerdictRow | None = None
     found: tuple[str, ...] = ()
@@ -88,13 +88,6 @@ class _Open:
         """End the current phase of recovery and begin this one."""
         self.spent[self.phase] = self.spent.get(self.phase, 0.0) + now - self.since
         self.phase, self.since = phase, now
-
-    @property
-    def last_lines(self) -> str:
-        """What the rank wrote last that is known to have failed first; without one, the first rank
-        of which anything is known."""
-        ranks = (self.origin.rank,) if self.origin.rank >= 0 else self.wrote
-        return next((self.wrote[rank] for rank in ranks if rank in self.wrote), "")
 
     def row(self, now: float, *, over: bool) -> IncidentRow:
         spent, restarted = dict(self.spent), -1.0
@@ -119,7 +112,7 @@ class _Open:
             steps_lost=self.steps_lost,
             slot_seconds=self.slots * sum(spent.values()),
             cost=self.slots * sum(spent.values()) * self.price,
-            last_lines=self.last_lines,
+            last_lines=self.wrote.get(self.origin.rank, ""),
             stacks=self.stacks,
             exitcode=self.origin.exitcode,
             step=self.newest,
@@ -223,7 +216,9 @@ class Incidents:
             return
         if not one.decision:
             one.origin = origin_of(self._ctx, reason) if reason is not None else one.origin
-            self._add_traceback(one)
+            for failure in self._ctx.restarts.window.failures:  # until its last lines arrive
+                if failure.rank == one.origin.rank and failure.traceback:
+                    one.wrote.setdefault(failure.rank, failure.traceback[-MAX_CHARS:])
             if follow := followers(self._ctx, one.origin):
                 one.followed.insert(0, follow)
             late = one.origin.silent - (self._ctx.now - one.began)
@@ -306,17 +301,13 @@ class Incidents:
         one.verdict = last_state.verdict
         if origin.cause == "hang":
             one.wrote[origin.rank] = last_state.wrote[-MAX_CHARS:]
-        self._add_traceback(one)
+        elif origin.rank >= 0:
+            first = ctx.restarts.window.failures[0]
+            one.wrote[first.rank] = first.traceback[-MAX_CHARS:]
         if last_state.verdict is not None or origin.cause == "hang":
             one.stacks = last_state.stacks[:MAX_STACKS]
         if not one.is_tentative:
             self._file(one.row(now, over=False))
-
-    def _add_traceback(self, one: _Open) -> None:
-        """Of the rank that failed first, until its last lines arrive."""
-        for failure in self._ctx.restarts.window.failures:
-            if failure.rank == one.origin.rank and failure.traceback:
-                one.wrote.setdefault(failure.rank, failure.traceback[-MAX_CHARS:])
 
     def _show(self, one: _Open) -> None:
         """The other nodes stay: show the incident if it is not shown yet."""
