@@ -184,9 +184,10 @@ class FolderClaim:
             self._renewals.observe(claim, took)
             if not self._renewals.is_stale(claim):
                 if self._renewals.renewed:
+                    which = "one of the two" if self._is_same_job(claim) else "that job"
                     self._why_not_ours = (
                         f"{path} is claimed by {self._holder(claim)}, "
-                        "which renews its claim: end that job, or use another folder"
+                        f"which renews its claim: end {which}, or use another folder"
                     )
                 return False
         elif claim is not None and file.mine is not None and claim.is_of(file.mine.holder, term):
@@ -236,8 +237,8 @@ class FolderClaim:
 
     def _holder(self, claim: Claim) -> str:
         name = claim.text("name") or claim.text("job")
-        start = "another start of " if self._is_same_job(claim) else ""
-        return f"{start}job {name} on {claim.text('host')}"
+        which = "another start of " if self._is_same_job(claim) else ""
+        return f"{which}job {name} on {claim.text('host')}"
 
 
 def _local(url: str) -> str | None:

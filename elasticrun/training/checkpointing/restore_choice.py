@@ -314,7 +314,8 @@ class StoredCheckpoint:
         self._fill(values)
         state.adopt(saved, values, own)
         if not own:
-            state.resize(ranks, f"the checkpoint was saved by {ranks} ranks", self._own_of)
+            by = f"{ranks} rank{'s' * (ranks != 1)}"
+            state.resize(ranks, f"the checkpoint was saved by {by}", self._own_of)
 
     def _fill(self, values: dict[str, Any]) -> None:
         try:
