@@ -55,7 +55,7 @@ def disturb(job: psutil.Process, chance: random.Random, longest: float) -> int:
     return len(killed & traced)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_random_restarts(runs: Runs, script: str, seed: int) -> None:
     skip_without(script)
