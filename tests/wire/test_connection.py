@@ -11,6 +11,7 @@ import pytest
 
 from elasticrun.wire.frames import Connection, DescriptorsLost, FrameError, HungUp, NotRead, encode
 from elasticrun.wire.snapshots import SegmentClosed, SegmentOpen, ToSaver
+from tests.harness import descriptors_of
 
 CLOSED = SegmentClosed(7)
 
@@ -24,8 +25,12 @@ def pair() -> Iterator[tuple[Connection, socket.socket]]:
     theirs.close()
 
 
-def open_descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[int]:
+    """The only descriptor of a file."""
+    descriptor = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    yield descriptor
+    os.close(descriptor)
 
 
 def test_messages_come_whole_and_in_order(pair: tuple[Connection, socket.socket]) -> None:
@@ -63,20 +68,20 @@ def test_the_end_is_told_once_all_is_read(pair: tuple[Connection, socket.socket]
 
 
 @pytest.mark.parametrize("bound", [{"max_bytes": 10_000}, {"max_messages": 3}], ids=str)
-def test_a_peer_that_does_not_read_is_given_up(bound: dict[str, int]) -> None:
+def test_a_peer_that_does_not_read_is_given_up(bound: dict[str, int], file: int) -> None:
     ours, theirs = socket.socketpair()
-    before = open_descriptors()
     connection = Connection(ours, ToSaver, **bound)
 
     def tell() -> None:
         for _ in range(100_000):
-            connection.send(SegmentOpen(1, 2), 0)
+            connection.send(SegmentOpen(1, 2), file)
 
     with theirs, pytest.raises(NotRead):
         tell()
     assert connection.unsent > 0
     connection.close()
-    assert open_descriptors() == before - 2  # nor is what waited beside the messages left
+    assert ours.fileno() == -1
+    assert descriptors_of(file) == 1, "nor is what waited beside the messages left"
 
 
 def test_what_waited_goes_out_when_it_is_read(pair: tuple[Connection, socket.socket]) -> None:
@@ -116,12 +121,11 @@ def test_descriptors_without_room_end_it(pair: tuple[Connection, socket.socket])
         connection.receive()
 
 
-def test_where_none_is_expected_none_is_held() -> None:
+def test_where_none_is_expected_none_is_held(file: int) -> None:
     ours, theirs = socket.socketpair()
     connection = Connection(ours, ToSaver)
     with theirs:
-        before = open_descriptors()
-        socket.send_fds(theirs, [encode(CLOSED)], [0])
+        socket.send_fds(theirs, [encode(CLOSED)], [file])
         assert list(connection.receive() or ()) == [CLOSED]
-        assert open_descriptors() == before
+        assert descriptors_of(file) == 1
     connection.close()

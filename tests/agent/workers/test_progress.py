@@ -38,7 +38,15 @@ from elasticrun.wire.rpc.protobuf import report_to_wire
 from elasticrun.wire.types import RoundName
 from tests.agent.configs import node_context, start
 from tests.further import further
-from tests.harness import ELASTICRUN, PATIENT, SCRIPTS, World, await_true, free_port
+from tests.harness import (
+    ELASTICRUN,
+    PATIENT,
+    SCRIPTS,
+    World,
+    await_true,
+    descriptors_of,
+    free_port,
+)
 
 SAID = RankSteps(0, 1, 1, 0.5, 0.2, 0.3, Own.KNOWN)
 
@@ -332,14 +340,14 @@ async def test_another_user_of_the_host_is_not_believed(ear: Ear, capfd) -> None
         assert len(ear.said) == (user == 0)
 
 
-async def test_a_passed_file_descriptor_is_not_kept(ear: Ear) -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", 0))]
-    for _ in range(5):
-        ear._socket.sendmsg([encode(SAID)], rights, 0, address(ear.name))
-        for _ in range(3):
-            await asyncio.sleep(0)
-    assert len(os.listdir("/proc/self/fd")) == before
+async def test_a_passed_file_descriptor_is_not_kept(ear: Ear, tmp_path: Path) -> None:
+    with (tmp_path / "file").open("w") as file:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", file.fileno()))]
+        for _ in range(5):
+            ear._socket.sendmsg([encode(SAID)], rights, 0, address(ear.name))
+            for _ in range(3):
+                await asyncio.sleep(0)
+        assert descriptors_of(file.fileno()) == 1
 
 
 async def test_a_rank_that_floods_is_read_so_often_a_second(ear: Ear, monkeypatch) -> None:
