@@ -79,7 +79,7 @@ class FolderClaim:
         self._why_not_ours = ""  # why the folder is not ours, once that is certain
         self._once = Once(MOST_TERMS)
         self._tasks = Tasks(logger.error)
-        self._checking: asyncio.Task[bool] | None = None
+        self._checking: asyncio.Task[object] | None = None
         self._watch: asyncio.Task[None] | None = None
 
     def start(self, url: str) -> None:
@@ -93,10 +93,14 @@ class FolderClaim:
         now: its node may be new, and then knows no other term."""
         if term not in self._followed:
             self._followed.append(term)
-        if not has_rank_0 and self._watch is not None:
+        if has_rank_0 or (self._watch is None and self._renewer is None):
+            return
+        if self._watch is not None:
             self._watch.cancel()
             self._watch = None
-            self._tasks.start(self._give_back(), "giving a folder's claim back")
+        # a check that begins now waits for it: rank 0 may be back before the file is removed
+        given_back = self._give_back(self._checking)
+        self._checking = self._tasks.start(given_back, "giving a folder's claim back")
 
     async def verify(self, url: str) -> None:
         """Wait until this node may write a marker there. Raises NotOurs as soon as it is certain
@@ -112,11 +116,12 @@ class FolderClaim:
         file system does not answer."""
         if self._watch is not None:
             self._watch.cancel()
-        await self._give_back()
+        await self._give_back(self._checking)
 
-    async def _give_back(self) -> None:
-        if self._checking is not None and not self._checking.done():
-            await asyncio.wait({self._checking}, timeout=FOLDER_CLOSE_LIMIT)
+    async def _give_back(self, checking: asyncio.Task[object] | None) -> None:
+        """Remove our claim. `checking`: the last check, which may be about to take it."""
+        if checking is not None and not checking.done():
+            await asyncio.wait({checking}, timeout=FOLDER_CLOSE_LIMIT)
         try:
             await self._leave(FOLDER_CLOSE_LIMIT)
         except TimeoutError:
@@ -144,8 +149,9 @@ class FolderClaim:
         even if the caller has gone."""
         while self._checking is not None and not self._checking.done():
             await asyncio.wait({self._checking})
-        self._checking = self._tasks.start(self._claim_once(url), "checking a folder's claim")
-        return await asyncio.shield(self._checking)
+        checking = self._tasks.start(self._claim_once(url), "checking a folder's claim")
+        self._checking = checking
+        return await asyncio.shield(checking)
 
     async def _claim_once(self, url: str) -> bool:
         path = _local(url)

@@ -6,8 +6,10 @@ import asyncio
 import errno
 import logging
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -101,6 +103,33 @@ async def test_a_new_node_that_gets_rank_0_takes_the_claim(tmp_path: Path) -> No
     await new.verify(str(tmp_path))
     await new.close()
     await old.close()
+    assert os.listdir(tmp_path) == []
+
+
+async def test_a_node_that_gets_rank_0_back_at_once_keeps_its_claim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file of the claim that it gave back is removed late."""
+    one, taken = claim(), threading.Event()
+    take, remove = claim_file.ClaimFile.take, claim_file.ClaimFile.remove
+
+    def take_and_tell(file: claim_file.ClaimFile, *words: Any) -> bool:
+        done = take(file, *words)
+        taken.set()
+        return done
+
+    def remove_late(file: claim_file.ClaimFile) -> None:
+        taken.wait(1.0)  # in vain if the next check waits
+        remove(file)
+
+    await one.verify(str(tmp_path))
+    monkeypatch.setattr(claim_file.ClaimFile, "take", take_and_tell)
+    monkeypatch.setattr(claim_file.ClaimFile, "remove", remove_late)
+    one.follow(1, has_rank_0=False)
+    one.follow(1, has_rank_0=True)
+    await one.verify(str(tmp_path))
+    assert os.listdir(tmp_path) == [NAME]
+    await one.close()
     assert os.listdir(tmp_path) == []
 
 
