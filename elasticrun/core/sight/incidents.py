@@ -53,6 +53,10 @@ MAX_FOUND = 8
 MAX_FOLLOWED = 8
 """Maximum number of later round ends that an incident lists."""
 
+MAX_WROTE = 8
+"""Maximum number of ranks whose last lines an incident keeps until it is known which of them failed
+first."""
+
 
 @dataclass(slots=True)
 class _Open:
@@ -156,7 +160,7 @@ class Incidents:
         if isinstance(report, m.Quiet):
             self._quiet(report)
         elif (one := self._open) is not None:
-            fits = len(one.wrote) < MAX_FOLLOWED or report.rank == one.origin.rank
+            fits = len(one.wrote) < MAX_WROTE or report.rank == one.origin.rank
             if report.round.number == one.round and fits:
                 one.wrote[report.rank] = report.text
                 if not one.is_tentative:
@@ -215,10 +219,8 @@ class Incidents:
         if one is None:
             return
         if not one.decision:
-            one.origin = origin_of(self._ctx, reason) if reason is not None else one.origin
-            for failure in self._ctx.restarts.window.failures:  # until its last lines arrive
-                if failure.rank == one.origin.rank and failure.traceback:
-                    one.wrote.setdefault(failure.rank, failure.traceback[-MAX_CHARS:])
+            if reason is not None:
+                self._correct_origin(one, reason)
             if follow := followers(self._ctx, one.origin):
                 one.followed.insert(0, follow)
             late = one.origin.silent - (self._ctx.now - one.began)
@@ -309,6 +311,14 @@ class Incidents:
         if not one.is_tentative:
             self._file(one.row(now, over=False))
 
+    def _correct_origin(self, one: _Open, reason: Reason) -> None:
+        """Set what caused the incident, now that it is known; a rank's traceback stands for its
+        last lines until they arrive."""
+        one.origin = origin_of(self._ctx, reason)
+        for failure in self._ctx.restarts.window.failures:
+            if failure.rank == one.origin.rank and failure.traceback:
+                one.wrote.setdefault(failure.rank, failure.traceback[-MAX_CHARS:])
+
     def _show(self, one: _Open) -> None:
         """The other nodes stay: show the incident if it is not shown yet."""
         if one.is_tentative:
@@ -363,7 +373,7 @@ class Incidents:
         one = self._open
         assert one is not None
         if not one.decision and one.origin.kind == m.FailureKind.PEER_LOST and failed is not None:
-            one.origin = origin_of(self._ctx, failed)  # the earlier exits may be known by now
+            self._correct_origin(one, failed)  # the earlier exits may be known by now
         if not one.decision and (follow := followers(self._ctx, one.origin)):
             one.followed.insert(0, follow)
         if outcome.exit_code != EXIT_OK or not one.decision:  # else a restart has helped

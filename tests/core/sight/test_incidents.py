@@ -130,6 +130,20 @@ def test_the_last_lines_are_of_the_rank_that_failed_first(said: str) -> None:
     assert (row.rank, row.last_lines) == (2, said)
 
 
+def test_so_are_they_if_the_job_ends_with_it() -> None:
+    """The rank's traceback stands for its last lines, which may never arrive."""
+    master = Master(replace(SPEC, max_restarts=0))
+    name = trains(master, 40)
+    echo = replace(failure(0), kind=m.FailureKind.PEER_LOST, traceback="Connection reset by peer")
+    master.hear(1, m.RanksFailed(name, (echo,)))
+    master.hear(2, m.RanksFailed(name, (replace(failure(2), traceback="ValueError: bad"),)))
+    master.now += SPEC.heartbeat_timeout + 1.0
+    master.both(m.Beat(1))
+    master.feed(fx.Tick())
+    row = master.job.picture().incidents[-1]
+    assert (row.rank, row.last_lines, row.ended) == (2, "ValueError: bad", True)
+
+
 @pytest.mark.parametrize("all_of_the_node", [True, False])
 def test_a_rank_of_another_node_that_ended_early_is_named(*, all_of_the_node: bool) -> None:
     """As on one node; where others of its node go on, the stop tells of it."""
