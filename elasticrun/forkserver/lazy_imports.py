@@ -504,7 +504,7 @@ class HiddenModules:
             if sys.modules.get(name) is not module:
                 yield f"{name} was replaced in sys.modules {before}"
         for name in names:
-            own = self.modules[name]  # is there already if the script has imported this alone
+            own = self.modules[name]  # in sys.modules already if the script imported it by itself
             if sys.modules.get(name, own) is not own and not _is_blank(own):
                 yield f"{name} was put into sys.modules {before}"
         if sys.path != self._path:

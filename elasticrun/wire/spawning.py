@@ -327,7 +327,7 @@ class StandbyState(StrEnum):
     CHANGED = "changed"  # a file that it has read has changed; `detail`: its path
     MEMORY = "memory"  # it, or all of them, would need too much memory
     READS = "reads"  # it reads too many files
-    LIMIT = "limit"  # it waits up to a time that cannot be moved; `detail`: the system call
+    LIMIT = "limit"  # the deadline of a wait cannot be moved; `detail`: the system call
     ENDED = "ended"  # it was killed, or ended by itself
     NO_ANSWER = "no answer"  # the tracer has ended, or does not answer
 

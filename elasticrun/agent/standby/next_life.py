@@ -43,7 +43,7 @@ WHY_NONE: Final = {
     StandbyState.CHANGED: "a file that it had read has changed",
     StandbyState.MEMORY: "it needs too much memory",
     StandbyState.READS: "it reads too many files",
-    StandbyState.LIMIT: "the end of its wait cannot be moved to a later time",
+    StandbyState.LIMIT: "the deadline of a wait cannot be moved",
     StandbyState.ENDED: "it has exited",
     StandbyState.NO_ANSWER: "its tracer has exited, or does not answer",
 }

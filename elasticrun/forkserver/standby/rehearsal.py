@@ -6,9 +6,9 @@ at the tracer if the script wants to know the time. A read by an installed packa
 imported passes. The hooks are pointers in the interpreter's tables of functions. The tracer writes
 the original ones back when the standby becomes a rank, so functions and modules are never replaced.
 
-torch's TCPStore computes from the clock until when it tries to connect, and then connects. A
-standby that waited at that system call would have no time left as a rank. So it stops before a
-TCPStore is made.
+torch's TCPStore computes the deadline of its connection from the clock, and then connects. A
+standby that parked at that system call would find the deadline passed when it becomes a rank. So
+it parks before a TCPStore is made.
 """
 
 from __future__ import annotations

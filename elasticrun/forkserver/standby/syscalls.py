@@ -100,8 +100,6 @@ _MACHINES: Final[Mapping[str, tuple[int, str]]] = {
 """By the kernel's name of the machine: the number of the architecture (AUDIT_ARCH_*), and the calls
 from number 0 on."""
 
-MACHINES: Final = tuple(_MACHINES)
-
 
 def names_of(machine: str) -> tuple[int, Mapping[int, str]] | None:
     """The architecture's number, and the calls by number; None for an unknown machine."""

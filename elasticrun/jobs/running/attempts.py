@@ -103,8 +103,9 @@ def attempt_ends(
     """The end of each attempt; None if the master recorded none. `attempts`: each one's number and
     its start in seconds since 1970, ascending.
 
-    An incident belongs to the attempt of its round. Only starts of a job, each of which counts from
-    0, are told apart by time: files' times are too coarse for attempts a tenth of a second apart.
+    An incident belongs to the attempt of its round. Each start of a job counts attempts from 0, so
+    the time of an incident tells which start it belongs to. It does not tell attempts apart: they
+    may follow within a tenth of a second, and an incident's file may be written later than that.
     `attempts` may be those of the newest start alone, which began when the job's record says so.
     """
     found: list[AttemptEnd | None] = [None] * len(attempts)

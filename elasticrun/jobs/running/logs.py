@@ -280,8 +280,7 @@ def _attempts(
                 found.setdefault((start, attempt.folder), []).append((run, attempt))
     began_of = {name: min(attempt.began for _, attempt in parts) for name, parts in found.items()}
     ordered = sorted(found, key=lambda name: began_of[name])
-    numbers = [found[name][0][1].attempt for name in ordered]
-    starts = [(number, began_of[name]) for number, name in zip(numbers, ordered, strict=True)]
+    starts = [(found[name][0][1].attempt, began_of[name]) for name in ordered]
     why = dict(zip(ordered, attempt_ends(folder, starts), strict=True))
     shown = []
     for name in ordered if everything else ordered[-1:]:
